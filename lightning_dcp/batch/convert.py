@@ -1,0 +1,108 @@
+"""Conversions between packed batches, padded dicts and jagged (nested-tensor) dicts; no token is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_dcp.batch.packed import PackedBatch, cumulative
+from lightning_dcp.errors import BatchError
+
+PADDING_VALUES: dict[str, int] = {"labels": -100, "shift_labels": -100}
+"""What padding holds, by field, where it is not 0."""
+
+
+def padding_mask(batch: Mapping[str, object]) -> Tensor:
+    """Real tokens of a padded dict, bool ``[B, T]``.
+
+    ``attention_mask`` says which tokens are real (all of them when it is missing). Each row must be one unbroken run.
+
+    Raises:
+        BatchError: no ``input_ids``, a mask of another shape, or a row with holes in it.
+    """
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() < 2:
+        raise BatchError("a padded batch needs input_ids of shape [B, T]")
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape[:2]:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise BatchError(
+            f"attention_mask has shape {shape}, input_ids {tuple(ids.shape)}: expected one 0/1 entry a token, [B, T] "
+            "(masks of another shape, such as [B, 1, T, T] biases, are not supported)"
+        )
+    real = mask != 0
+    starts = real[:, 0].long() + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    if bool((starts > 1).any()):
+        raise BatchError(f"attention_mask of row {int((starts > 1).nonzero()[0])} has holes: real tokens must be adjacent")
+    return real
+
+
+def padded_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | None = None) -> PackedBatch:
+    """Pack a padded dict: every ``[B, T, ...]`` field loses its padding; ``attention_mask`` becomes the boundaries."""
+    real = padding_mask(batch)
+    fields = {}
+    for name, field in batch.items():
+        if name == "attention_mask":
+            continue
+        if not isinstance(field, Tensor) or field.shape[:2] != real.shape:
+            raise BatchError(f"field {name!r} is not per-token ([{real.shape[0]}, {real.shape[1]}, ...]): cannot be packed")
+        fields[name] = field[real].unsqueeze(0)
+    return PackedBatch(fields, cumulative(real.sum(1).tolist(), real.device), sample_ids)
+
+
+def packed_to_padded(
+    batch: PackedBatch, *, padding_side: Literal["right", "left"] = "right", length: int | None = None
+) -> dict[str, Tensor]:
+    """The inverse of :func:`padded_to_packed`: fields ``[B, T, ...]`` and an ``attention_mask`` (int64 ``[B, T]``).
+
+    Args:
+        batch: the packed batch.
+        padding_side: where the padding goes.
+        length: T; the longest sample by default.
+    """
+    width = batch.max_seqlen if length is None else length
+    if width < batch.max_seqlen:
+        raise BatchError(f"length={width} is shorter than the longest sample ({batch.max_seqlen} tokens)")
+    lengths = torch.tensor(batch.lengths, device=batch.device).unsqueeze(1)
+    columns = torch.arange(width, device=batch.device).unsqueeze(0)
+    real = columns < lengths if padding_side == "right" else columns >= width - lengths
+    out = {}
+    for name, field in batch.fields.items():
+        shape = (len(batch), width, *field.shape[2:])
+        padded = torch.full(shape, PADDING_VALUES.get(name, 0), dtype=field.dtype, device=field.device)
+        padded[real] = field[0]
+        out[name] = padded
+    out["attention_mask"] = real.long()
+    return out
+
+
+def is_jagged(value: object) -> bool:
+    """Whether a value is a nested tensor of jagged layout, ``[B, (T), ...]``."""
+    return isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
+
+
+def jagged_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | None = None) -> PackedBatch:
+    """Pack a dict whose fields are all jagged nested tensors with the same lengths."""
+    fields, offsets = {}, None
+    for name, field in batch.items():
+        if not is_jagged(field):
+            raise BatchError(f"field {name!r} is not a jagged nested tensor: cannot be packed")
+        own = field.offsets()
+        if offsets is not None and not torch.equal(offsets, own):
+            raise BatchError(f"field {name!r} has other sample lengths than the fields before it")
+        offsets = own
+        fields[name] = field.values().unsqueeze(0)
+    if offsets is None:
+        raise BatchError("a jagged batch needs at least one field")
+    return PackedBatch(fields, offsets, sample_ids)
+
+
+def packed_to_jagged(batch: PackedBatch) -> dict[str, Tensor]:
+    """The inverse of :func:`jagged_to_packed`: fields as nested tensors ``[B, (T), ...]`` that share their offsets."""
+    offsets = batch.cu_seqlens.long()
+    return {name: torch.nested.nested_tensor_from_jagged(field[0], offsets) for name, field in batch.fields.items()}
