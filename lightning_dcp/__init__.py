@@ -1,0 +1,36 @@
+"""Dynamic context parallelism for PyTorch Lightning: every packed micro-batch gets its own context-parallel size.
+
+Importing this package registers the strategies ``"dcp"`` and ``"dcp_notebook"``; it touches neither CUDA nor process
+groups.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dcp.batch import PackedBatch
+from lightning_dcp.callbacks import RunSummary, SchedulerCallback
+from lightning_dcp.errors import ConfigurationError, DCPError
+from lightning_dcp.loss import next_token_loss
+from lightning_dcp.models import Decoder
+from lightning_dcp.schedule import DynamicScheduler, StaticScheduler, StepPlan
+from lightning_dcp.strategy import DCPStrategy
+
+__all__ = [
+    "ConfigurationError",
+    "DCPError",
+    "DCPStrategy",
+    "Decoder",
+    "DynamicScheduler",
+    "PackedBatch",
+    "RunSummary",
+    "SchedulerCallback",
+    "StaticScheduler",
+    "StepPlan",
+    "next_token_loss",
+]
+__version__ = "0.1.0"
+
+if "dcp" not in StrategyRegistry:
+    StrategyRegistry.register("dcp", DCPStrategy, description="dynamic context parallelism")
+    StrategyRegistry.register(
+        "dcp_notebook", DCPStrategy, description="dynamic context parallelism in notebooks", start_method="fork"
+    )

@@ -57,15 +57,32 @@ class PlanError(DCPError):
 
 
 class SampleTooLongError(PlanError):
-    """A sample that does not fit on the whole plane."""
+    """A sample that does not fit on the largest group.
 
-    def __init__(self, sample: int, length: int, ranks: int, max_seqlen_per_dp_cp_rank: int) -> None:
-        self.sample, self.length = sample, length
+    Attributes:
+        sample: its index in the batch.
+        length: its tokens.
+        ranks: ranks of the largest group.
+        max_seqlen_per_dp_cp_rank: most tokens a rank may hold.
+    """
+
+    def __init__(
+        self, sample: int, length: int, ranks: int, max_seqlen_per_dp_cp_rank: int, *, sample_id: int | None = None
+    ) -> None:
+        self.sample, self.length, self.ranks = sample, length, ranks
+        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
         needed = -(-length // max_seqlen_per_dp_cp_rank)
+        name = f"sample {sample} of the batch" + ("" if sample_id is None else f" (id {sample_id})")
         super().__init__(
-            f"sample {sample} has {length} tokens; at max_seqlen_per_dp_cp_rank={max_seqlen_per_dp_cp_rank} it would "
-            f"need {needed} ranks, and the largest context-parallel group has {ranks}. The largest length that fits is "
+            f"{name} has {length} tokens; at max_seqlen_per_dp_cp_rank={max_seqlen_per_dp_cp_rank} it would need "
+            f"{needed} ranks, and the largest context-parallel group has {ranks}. The largest length that fits is "
             f"{ranks * max_seqlen_per_dp_cp_rank}: cut the sample, raise max_seqlen_per_dp_cp_rank, or use more ranks."
+        )
+
+    def named(self, sample_id: int) -> SampleTooLongError:
+        """The same error with the sample's own id."""
+        return SampleTooLongError(
+            self.sample, self.length, self.ranks, self.max_seqlen_per_dp_cp_rank, sample_id=sample_id
         )
 
 

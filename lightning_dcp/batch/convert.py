@@ -38,7 +38,9 @@ def padding_mask(batch: Mapping[str, object]) -> Tensor:
     real = mask != 0
     starts = real[:, 0].long() + (real[:, 1:] & ~real[:, :-1]).sum(1)
     if bool((starts > 1).any()):
-        raise BatchError(f"attention_mask of row {int((starts > 1).nonzero()[0])} has holes: real tokens must be adjacent")
+        raise BatchError(
+            f"attention_mask of row {int((starts > 1).nonzero()[0])} has holes: real tokens must be adjacent"
+        )
     return real
 
 
@@ -50,7 +52,9 @@ def padded_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | No
         if name == "attention_mask":
             continue
         if not isinstance(field, Tensor) or field.shape[:2] != real.shape:
-            raise BatchError(f"field {name!r} is not per-token ([{real.shape[0]}, {real.shape[1]}, ...]): cannot be packed")
+            raise BatchError(
+                f"field {name!r} is not per-token ([{real.shape[0]}, {real.shape[1]}, ...]): cannot be packed"
+            )
         fields[name] = field[real].unsqueeze(0)
     return PackedBatch(fields, cumulative(real.sum(1).tolist(), real.device), sample_ids)
 
@@ -86,13 +90,19 @@ def is_jagged(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
 
 
+def jagged_offsets(value: Tensor) -> Tensor:
+    """Cumulative lengths of a jagged nested tensor, int64 ``[B + 1]``."""
+    offsets: Tensor = value.offsets()  # type: ignore[attr-defined]
+    return offsets
+
+
 def jagged_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | None = None) -> PackedBatch:
     """Pack a dict whose fields are all jagged nested tensors with the same lengths."""
     fields, offsets = {}, None
     for name, field in batch.items():
         if not is_jagged(field):
             raise BatchError(f"field {name!r} is not a jagged nested tensor: cannot be packed")
-        own = field.offsets()
+        own = jagged_offsets(field)
         if offsets is not None and not torch.equal(offsets, own):
             raise BatchError(f"field {name!r} has other sample lengths than the fields before it")
         offsets = own

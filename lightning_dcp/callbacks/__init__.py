@@ -1,0 +1,6 @@
+"""Lightning callbacks: the scheduler, and what watches a run."""
+
+from lightning_dcp.callbacks.scheduler import SchedulerCallback
+from lightning_dcp.callbacks.summary import RunSummary
+
+__all__ = ["RunSummary", "SchedulerCallback"]

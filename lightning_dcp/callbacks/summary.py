@@ -1,0 +1,89 @@
+"""A table at the end of training: what was run, how fast, and at which CP sizes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from statistics import median
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+from lightning_dcp.callbacks.scheduler import SchedulerCallback
+
+
+class RunSummary(Callback):
+    """Counts packs and times steps while training, and prints a table at the end.
+
+    The busy share is the part of the time of all ranks, while packs run, that is not spent waiting for others.
+
+    Args:
+        validation_metric: the logged value shown as validation loss.
+        warmup_steps: first steps left out of the timings (the first use of a group is slow).
+    """
+
+    def __init__(self, validation_metric: str = "val_loss", warmup_steps: int = 2) -> None:
+        self.validation_metric, self.warmup_steps = validation_metric, warmup_steps
+        self.losses: list[float] = []
+        self.packs_by_size: Counter[int] = Counter()
+        self.microbatches: list[int] = []
+        self.tokens: list[int] = []
+        self.seconds: list[float] = []
+        self.busy: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count what the step did."""
+        self.seconds.append(time.perf_counter() - self._start)
+        callback = next(c for c in trainer.callbacks if isinstance(c, SchedulerCallback))  # type: ignore[attr-defined]
+        scheduled, result = callback.scheduled, callback.result
+        if scheduled is None or result is None:
+            return
+        plan = scheduled.plan
+        self.packs_by_size.update(pack.cp_size for pack in plan.packs())
+        self.microbatches.append(len(plan.microbatches))
+        self.tokens.append(sum(plan.lengths))
+        self.busy.append(sum(result.busy) / (len(result.busy) * result.seconds) if result.seconds else 0.0)
+        self.losses.append(float(outputs["loss"]))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks over the time of the counted steps."""
+        skip = self.warmup_steps if len(self.seconds) > self.warmup_steps else 0
+        return sum(self.tokens[skip:]) / max(sum(self.seconds[skip:]), 1e-9)
+
+    @rank_zero_only
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table."""
+        if self.seconds:
+            Console().print(self._table(trainer))
+
+    def _table(self, trainer: Trainer) -> Table:
+        skip = self.warmup_steps if len(self.seconds) > self.warmup_steps else 0
+        table = Table(title="Training with context parallelism", show_header=False)
+        sizes = ", ".join(f"CP {size}: {count}" for size, count in sorted(self.packs_by_size.items()))
+        accumulated = trainer.accumulate_grad_batches
+        rows = {
+            "batches (optimizer steps)": f"{len(self.seconds)} ({trainer.global_step})",
+            "step time, median": f"{median(self.seconds[skip:]) * accumulated:.3f} s",
+            "tokens/s, all ranks": f"{self.tokens_per_second:,.0f}",
+            "packs by context-parallel size": sizes,
+            "micro-batches a step": f"{sum(self.microbatches) / len(self.microbatches):.2f}",
+            "busy share of the ranks": f"{sum(self.busy[skip:]) / len(self.busy[skip:]):.1%}",
+            "training loss, first and last": f"{self.losses[0]:.4f}, {self.losses[-1]:.4f}",
+        }
+        validation = trainer.callback_metrics.get(self.validation_metric)
+        if validation is not None:
+            rows["validation loss"] = f"{float(validation):.4f}"
+        for name, value in rows.items():
+            table.add_row(name, value)
+        return table

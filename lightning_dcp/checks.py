@@ -1,0 +1,142 @@
+"""What is refused at set-up: all problems at once, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_dcp.errors import Problem, RegionError, raise_problems
+from lightning_dcp.models.region import Regions, find_regions
+from lightning_dcp.parallel.layout import LAYOUTS
+
+if TYPE_CHECKING:
+    from lightning_dcp.strategy import DCPStrategy
+
+_SIZES = (
+    "context_parallel_size",
+    "max_seqlen_per_dp_cp_rank",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
+
+
+def argument_problems(strategy: DCPStrategy) -> list[Problem]:
+    """Arguments that are wrong whatever the machine is."""
+    problems = []
+    for name in _SIZES:
+        value = getattr(strategy, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(Problem(f"{name}={value!r}", "not a positive whole number", f"give {name} of 1 or more"))
+    choices = {"loss_normalization": ("tokens", "samples", "sum"), "layout": tuple(sorted(LAYOUTS))}
+    for name, allowed in choices.items():
+        value = getattr(strategy, name)
+        if value not in allowed:
+            problems.append(Problem(f"{name}={value!r}", "an unknown value", f"use one of {list(allowed)}"))
+    return problems
+
+
+def launch_problems(strategy: DCPStrategy) -> list[Problem]:
+    """What is wrong with the sizes on this many devices; known before any process is started."""
+    topology = strategy.topology
+    problems = topology.problems()
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if getattr(strategy, name) > 1:
+            problems.append(
+                Problem(
+                    f"{name}={getattr(strategy, name)}",
+                    "a strategy that trains plain PyTorch modules, whose weights are not split",
+                    f"set {name}=1",
+                )
+            )
+    if topology.world_size > 1 and strategy._start_method == "popen" and _is_interactive():
+        problems.append(
+            Problem(
+                f"{topology.world_size} processes that run the script again",
+                "an interactive session (IPython or a notebook), which has no script to run",
+                "use strategy='dcp_notebook' or DCPStrategy(start_method='fork'); or start a script, directly or by torchrun",
+            )
+        )
+    return problems
+
+
+def _is_interactive() -> bool:
+    from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+
+    return bool(_IS_INTERACTIVE)
+
+
+def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Trainer) -> Regions:
+    """The regions of a module that can be trained.
+
+    Raises:
+        ConfigurationError: everything that stands against it.
+    """
+    problems = list(_step_problems(module, trainer))
+    regions = Regions({})
+    try:
+        regions = find_regions(module, strategy.region_names, forward_overridden=_overrides_forward(module))
+    except RegionError as error:
+        problems.append(
+            Problem(
+                f"regions={strategy.region_names}", str(error), "name the module, or add position_ids to its forward"
+            )
+        )
+    if trainer._accelerator_connector._layer_sync is not None:
+        problems.append(
+            Problem(
+                "sync_batchnorm=True", "batch statistics that would mix packs", "use a norm without batch statistics"
+            )
+        )
+    raise_problems(problems)
+    return regions
+
+
+def _overrides_forward(module: LightningModule) -> bool:
+    return type(module).forward is not LightningModule.forward
+
+
+def _step_problems(module: LightningModule, trainer: Trainer) -> Iterable[Problem]:
+    name = type(module).__name__
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        yield Problem(
+            f"manual optimization in {name}",
+            "a strategy that runs backward itself, once for each pack of a batch",
+            "remove `self.automatic_optimization = False` and return the loss from training_step",
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_overridden(step, module) and is_param_in_hook_signature(
+            getattr(module, step), "dataloader_iter", explicit=True
+        ):
+            yield Problem(
+                f"{name}.{step}(dataloader_iter)", "a strategy that cuts batches", f"take (batch, batch_idx) in {step}"
+            )
+
+
+def loader_problems(dataloader: object) -> list[Problem]:
+    """Samplers that would give each rank a part of the data: all ranks must read the same batch."""
+    samplers = [
+        getattr(dataloader, "sampler", None),
+        getattr(dataloader, "batch_sampler", None),
+        getattr(getattr(dataloader, "batch_sampler", None), "sampler", None),
+    ]
+    replicas = {s.num_replicas for s in samplers if isinstance(s, DistributedSampler) and s.num_replicas != 1}
+    return [
+        Problem(
+            f"a DistributedSampler over {n} replicas",
+            "a strategy under which every rank reads the same batch and the scheduler cuts it",
+            "leave the sampler out (Lightning adds the right one), or use DistributedSampler(num_replicas=1, rank=0)",
+        )
+        for n in sorted(replicas)
+    ]
+
+
+def is_map_style(dataloader: DataLoader[Any]) -> bool:
+    """Whether a loader's samples are reached by index, so that reading can go on in the middle of an epoch."""
+    dataset: Dataset[Any] = dataloader.dataset
+    return not isinstance(dataset, IterableDataset) and dataloader.batch_sampler is not None

@@ -1,0 +1,199 @@
+"""Regions: modules whose call is sharded on entry and gathered on exit, so that callers see whole samples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_dcp.attention.sdpa import ContextParallelAttention
+from lightning_dcp.batch.view import BatchView
+from lightning_dcp.errors import PlanError, RegionError
+from lightning_dcp.parallel.context import CPContext
+from lightning_dcp.parallel.shard import gather, shard
+
+POSITIONS = "position_ids"
+"""The argument through which a region's module is told where each token lies in its own sample."""
+
+
+@dataclass(frozen=True)
+class ActivePack:
+    """The pack that regions work on while the user's step runs.
+
+    Attributes:
+        view: the user's batch, cut down to this pack's samples.
+        context: group and layout of the pack.
+        max_tokens: the most tokens that a rank may hold.
+    """
+
+    view: BatchView
+    context: CPContext
+    max_tokens: int
+
+
+class Regions:
+    """The regions of one LightningModule.
+
+    Args:
+        modules: the modules by name.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules = dict(modules)
+        self.attention_calls = 0
+        self._own_forwards: dict[str, Callable[..., Any] | None] = {}
+        self._pack: ActivePack | None = None
+
+    def install(self) -> None:
+        """Put each module's ``forward`` behind the wrapper; outside a step it passes calls straight through."""
+        for name, module in self.modules.items():
+            self._own_forwards[name] = vars(module).get("forward")
+            module.forward = partial(self._call, name, module.forward)
+
+    def remove(self) -> None:
+        """Undo :meth:`install`."""
+        for name, own in self._own_forwards.items():
+            vars(self.modules[name]).pop("forward")
+            if own is not None:
+                self.modules[name].forward = own
+        self._own_forwards.clear()
+
+    @contextmanager
+    def active(self, pack: ActivePack) -> Iterator[None]:
+        """Regions called inside work on this pack."""
+        before, self._pack = self._pack, pack
+        try:
+            yield
+        finally:
+            self._pack = before
+
+    @contextmanager
+    def backward_of(self, pack: ActivePack) -> Iterator[None]:
+        """As :meth:`active`, for a backward: layers that checkpointing calls again find the pack's attention."""
+        with self.active(pack), ContextParallelAttention(pack.context):
+            yield
+
+    def _call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        pack = self._pack
+        if pack is None:
+            return forward(*args, **kwargs)
+        if pack.context.num_local_tokens > pack.max_tokens:
+            raise PlanError(
+                f"{pack.context.num_local_tokens} tokens of a micro-batch on one rank; the limit is {pack.max_tokens}"
+            )
+        args, kwargs = _shard_arguments(name, forward, args, kwargs, pack)
+        attention = ContextParallelAttention(pack.context)
+        self._pack = None  # a region inside this one sees local tokens already
+        try:
+            with attention:
+                out = forward(*args, **kwargs)
+        finally:
+            self._pack = pack
+            self.attention_calls += attention.calls
+        return pytree.tree_map_with_path(partial(_gather_output, name, pack), out)
+
+
+def _shard_arguments(
+    name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pack: ActivePack
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Shard per-token arguments, leave the mask out, and add the positions if the caller gave none."""
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    if "attention_mask" in bound.arguments:
+        # Sample borders come from the plan; a mask, all ones or not, must not change them.
+        bound.arguments["attention_mask"] = None
+    for argument, value in bound.arguments.items():
+        bound.arguments[argument] = pytree.tree_map(partial(_shard_argument, name, argument, pack), value)
+    if bound.arguments.get(POSITIONS) is None:
+        bound.arguments[POSITIONS] = pack.context.positions
+    return bound.args, bound.kwargs
+
+
+def _shard_argument(name: str, argument: str, pack: ActivePack, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if pack.view.per_token(value):
+        return shard(pack.view.flatten(value), pack.context).unsqueeze(0)
+    raise RegionError(
+        f"region {name!r} was called with a tensor of shape {_shape(value)} (argument {argument!r}); its tensors "
+        f"must be per-token, {pack.view.shape_name} for this micro-batch, or scalars. Pass whole samples and shift labels "
+        "afterwards (not input_ids[:, :-1]), and keep per-sample tensors out of the region."
+    )
+
+
+def _gather_output(name: str, pack: ActivePack, path: pytree.KeyPath, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    local = (1, pack.context.num_local_tokens)
+    if tuple(value.shape[:2]) == local:
+        return pack.view.unflatten(gather(value[0], pack.context))
+    raise RegionError(
+        f"region {name!r} returned a tensor of shape {_shape(value)} at {pytree.keystr(path) or 'the top'}; it must be "
+        f"per-token, {list(local)} and more on this rank, to be gathered. Reduce over tokens outside the region."
+    )
+
+
+def _shape(value: Tensor) -> list[Any]:
+    return list(value.shape)
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether a module's forward can be told the position of each token."""
+    return POSITIONS in inspect.signature(module.forward).parameters
+
+
+def find_regions(root: nn.Module, names: list[str] | None, *, forward_overridden: bool) -> Regions:
+    """The regions of a LightningModule: those named, or the only one that can be.
+
+    Without names it is the module's own ``forward`` if that takes ``position_ids``, or else the one child module whose
+    forward does.
+
+    Args:
+        root: the LightningModule.
+        names: attribute paths, such as ``["policy", "reference"]``; ``""`` is the module itself.
+        forward_overridden: whether the module defines ``forward``.
+
+    Raises:
+        RegionError: nothing or more than one thing found (the candidates are listed), or a name that is none.
+    """
+    if names is not None:
+        return Regions({name: _named(root, name) for name in names})
+    if forward_overridden and takes_positions(root):
+        return Regions({"": root})
+    candidates = {name: child for name, child in root.named_children() if any(True for _ in child.parameters())}
+    eligible = {name: child for name, child in candidates.items() if takes_positions(child)}
+    if len(eligible) == 1:
+        return Regions(eligible)
+    raise RegionError(_not_found(type(root).__name__, candidates, list(eligible)))
+
+
+def _named(root: nn.Module, name: str) -> nn.Module:
+    try:
+        module = root.get_submodule(name)
+    except AttributeError as error:
+        paths = [path for path, _ in root.named_modules() if path.count(".") < 2]
+        raise RegionError(f"regions: {type(root).__name__} has no module {name!r}; it has {paths}") from error
+    if not takes_positions(module):
+        raise RegionError(
+            f"region {name!r}: {type(module).__name__}.forward has no parameter {POSITIONS!r}. A shard does not start at "
+            f"position 0, so the model must be told where each token lies: add `{POSITIONS}=None` ([1, T]) to forward and "
+            "use it for rotary or learned positions (or accept and ignore it if the model has none)."
+        )
+    return module
+
+
+def _not_found(root: str, candidates: Mapping[str, nn.Module], eligible: list[str]) -> str:
+    listed = "; ".join(
+        f"{name!r} ({type(child).__name__}, {'can be one' if name in eligible else f'forward has no {POSITIONS}'})"
+        for name, child in candidates.items()
+    )
+    problem = "more than one module could be the context-parallel region" if eligible else "no context-parallel region"
+    return (
+        f"{problem} of {root}. Candidates: {listed or 'none (no child module has parameters)'}. Name it: "
+        f"DCPStrategy(regions=[...]); its forward must take {POSITIONS}=None, the position of each token ([1, T])."
+    )

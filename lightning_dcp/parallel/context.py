@@ -1,0 +1,106 @@
+"""Everything that context-parallel code needs to know of one pack, as one value that is passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dcp.parallel.blocks import AttentionBlocks, attention_blocks
+from lightning_dcp.parallel.clock import WaitClock
+from lightning_dcp.parallel.groups import CPGroup
+from lightning_dcp.parallel.layout import PackLayout, build_layout
+
+
+@dataclass(frozen=True, eq=False)
+class CPContext:
+    """One pack on one CP group, seen from one rank. An argument, never a global.
+
+    Activation recomputation and pipeline schedules run a pack's backward after another pack's forward; whoever holds
+    the right context computes the right thing.
+
+    Attributes:
+        group: the CP group.
+        rank: this rank's place in it.
+        layout: which tokens each rank of the group holds.
+        device: where the pack's tensors lie.
+        clock: adds up the time this rank waits.
+    """
+
+    group: CPGroup
+    rank: int
+    layout: PackLayout
+    device: torch.device
+    clock: WaitClock = field(default_factory=WaitClock)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group, c."""
+        return self.group.size
+
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """The process group; None for a group of one."""
+        return self.group.handle
+
+    @cached_property
+    def num_local_tokens(self) -> int:
+        """Tokens of the pack that this rank holds."""
+        return self.layout.tokens(self.rank)
+
+    @cached_property
+    def pack_index(self) -> Tensor:
+        """Where the local tokens lie in the pack, int64 ``[num_local_tokens]``, on the pack's device."""
+        return self.layout.pack_index(self.rank).to(self.device)
+
+    @cached_property
+    def gather_index(self) -> Tensor:
+        """Where the tokens of all ranks, one rank after another, lie in the pack; int64 ``[T]``."""
+        return torch.cat([self.layout.pack_index(rank) for rank in range(self.size)]).to(self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each local token in its own sample, int64 ``[1, num_local_tokens]``: RoPE's position ids."""
+        return self.layout.positions(self.rank).unsqueeze(0).to(self.device)
+
+    @cached_property
+    def _blocks(self) -> dict[int, AttentionBlocks]:
+        return {}
+
+    def blocks_to(self, k_rank: int) -> AttentionBlocks:
+        """The attention blocks from this rank's queries to another rank's keys; worked out once a pack."""
+        if k_rank not in self._blocks:
+            self._blocks[k_rank] = attention_blocks(self.layout, self.rank, k_rank, self.device)
+        return self._blocks[k_rank]
+
+
+@lru_cache(maxsize=256)
+def _layout(name: str, lengths: tuple[int, ...], size: int) -> PackLayout:
+    return build_layout(name, lengths, size)
+
+
+def make_context(
+    group: CPGroup,
+    rank: int,
+    lengths: Sequence[int],
+    *,
+    layout: str | PackLayout = "zigzag",
+    device: torch.device | str = "cpu",
+    clock: WaitClock | None = None,
+) -> CPContext:
+    """The context of a pack of samples with these lengths.
+
+    Args:
+        group: the CP group.
+        rank: this rank's place in the group.
+        lengths: tokens of each sample of the pack.
+        layout: a layout's name, or a layout for exactly these lengths and this group.
+        device: where the pack's tensors lie.
+        clock: where waiting is counted.
+    """
+    chosen = _layout(layout, tuple(lengths), group.size) if isinstance(layout, str) else layout
+    return CPContext(group, rank, chosen, torch.device(device), clock or WaitClock())

@@ -1,0 +1,65 @@
+"""Sharding on entry to a region, and gathering on its exit.
+
+One invariant holds for every parameter, inside a region or outside: **the sum of its gradients over the ranks of a CP
+group is its true gradient.** Each rank of the group computes the same loss from the gathered outputs, so:
+
+- the loss of a pack is scaled by 1/c before backward (:mod:`lightning_dcp.loss.weighting`): a parameter used outside
+  the region gets 1/c of its gradient on each of the c ranks;
+- the gather's backward is a slice times c: inside the region each rank gets the whole gradient of its own tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dcp.parallel.context import CPContext
+
+
+def shard(packed: Tensor, context: CPContext) -> Tensor:
+    """This rank's tokens of a packed tensor: ``[T, ...]`` to ``[num_local_tokens, ...]``.
+
+    The backward scatters the gradients of these tokens and leaves 0 elsewhere: together, over the group, all of them.
+    """
+    if context.size == 1:
+        return packed
+    return packed.index_select(0, context.pack_index)
+
+
+def gather(local: Tensor, context: CPContext) -> Tensor:
+    """The tokens of all ranks in the pack's order: ``[num_local_tokens, ...]`` to ``[T, ...]``, on every rank."""
+    if context.size == 1:
+        return local
+    return _Gather.apply(local, context)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of unequal shares; backward: the slice of this rank's tokens, times c (see the module's docstring)."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, context: CPContext) -> Tensor:
+        ctx.context = context
+        with context.clock.waiting():
+            stacked = _all_gather_shares(local.contiguous(), context)
+        whole = local.new_empty((context.layout.num_tokens, *local.shape[1:]))
+        whole[context.gather_index] = stacked
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        context: CPContext = ctx.context
+        return grads[0].index_select(0, context.pack_index) * context.size, None
+
+
+def _all_gather_shares(local: Tensor, context: CPContext) -> Tensor:
+    """Shares of all ranks, one after another: ``[T, ...]`` in rank order. Shares travel padded to the largest."""
+    counts = [context.layout.tokens(rank) for rank in range(context.size)]
+    largest = max(counts)
+    padded = local.new_zeros((largest, *local.shape[1:]))
+    padded[: len(local)] = local
+    received = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(received, padded, group=context.handle)
+    return torch.cat([share[:count] for share, count in zip(received, counts, strict=True)])

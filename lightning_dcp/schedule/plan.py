@@ -1,0 +1,188 @@
+"""The plan of one step: packs of samples, on aligned groups of ranks, in rounds called micro-batches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from lightning_dcp.errors import PlanError, SampleTooLongError
+
+Mode = Literal["free", "lockstep"]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Samples that one CP group handles together as one THD sequence.
+
+    Attributes:
+        first_rank: the group's first rank in the plane.
+        cp_size: ranks of the group, c; the group is ``first_rank .. first_rank + c - 1``.
+        samples: indices into the batch, ascending: a pack keeps the batch's order.
+        layout: how the tokens lie on the ranks of the group.
+    """
+
+    first_rank: int
+    cp_size: int
+    samples: tuple[int, ...]
+    layout: str = "zigzag"
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the plane that this pack runs on."""
+        return range(self.first_rank, self.first_rank + self.cp_size)
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """Tokens of all its samples."""
+        return sum(lengths[s] for s in self.samples)
+
+
+MicroBatch = tuple[Pack, ...]
+"""One round of packs, at most one a rank."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What every rank of a plane does with one batch.
+
+    Attributes:
+        ranks: size of the plane, R.
+        max_seqlen_per_dp_cp_rank: most tokens that a rank may hold of one micro-batch.
+        lengths: tokens of each sample of the batch.
+        microbatches: the rounds, in the order in which every rank runs its packs.
+        mode: ``free`` (no barrier between micro-batches) or ``lockstep`` (no rank without a pack).
+    """
+
+    ranks: int
+    max_seqlen_per_dp_cp_rank: int
+    lengths: tuple[int, ...]
+    microbatches: tuple[MicroBatch, ...]
+    mode: Mode = "free"
+    extra: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def packs(self) -> Iterator[Pack]:
+        """All packs, in order of execution."""
+        for microbatch in self.microbatches:
+            yield from microbatch
+
+    def packs_of(self, rank: int) -> list[Pack]:
+        """The packs that one rank of the plane takes part in, in order."""
+        return [pack for pack in self.packs() if rank in pack.ranks]
+
+    def validate(self) -> None:
+        """Raise :class:`PlanError` unless the plan keeps all its rules.
+
+        Each sample exactly once; groups aligned, of a size that divides the plane; at most one pack a rank in a
+        micro-batch; no rank over its token limit; in lock-step no rank without a pack.
+        """
+        for pack in self.packs():
+            self._check_pack(pack)
+        for number, microbatch in enumerate(self.microbatches):
+            self._check_round(number, microbatch)
+        seen = sorted(s for pack in self.packs() for s in pack.samples)
+        if seen != list(range(len(self.lengths))):
+            wrong = {s for s in range(len(self.lengths)) if seen.count(s) != 1}
+            wrong |= set(seen) - set(range(len(self.lengths)))
+            raise PlanError(f"every sample must be planned exactly once; not so for sample(s) {sorted(wrong)}")
+
+    def _check_pack(self, pack: Pack) -> None:
+        c = pack.cp_size
+        if c < 1 or self.ranks % c:
+            raise PlanError(f"{pack}: cp_size {c} does not divide the plane of {self.ranks} ranks")
+        if pack.first_rank % c or not 0 <= pack.first_rank <= self.ranks - c:
+            raise PlanError(f"{pack}: a group of {c} must start at a multiple of {c} below {self.ranks}")
+        if not pack.samples or list(pack.samples) != sorted(set(pack.samples)):
+            raise PlanError(f"{pack}: samples must be given, each once and ascending")
+        if pack.samples[0] < 0 or pack.samples[-1] >= len(self.lengths):
+            raise PlanError(f"{pack}: the batch has samples 0..{len(self.lengths) - 1}")
+        tokens = pack.tokens(self.lengths)
+        if tokens > c * self.max_seqlen_per_dp_cp_rank:
+            raise PlanError(
+                f"{pack}: {tokens} tokens on {c} rank(s) exceed max_seqlen_per_dp_cp_rank={self.max_seqlen_per_dp_cp_rank}"
+            )
+
+    def _check_round(self, number: int, microbatch: MicroBatch) -> None:
+        busy = [rank for pack in microbatch for rank in pack.ranks]
+        if len(busy) != len(set(busy)):
+            raise PlanError(f"micro-batch {number}: a rank has more than one pack: {microbatch}")
+        if self.mode == "lockstep" and len(busy) < self.ranks:
+            idle = sorted(set(range(self.ranks)) - set(busy))
+            raise PlanError(f"micro-batch {number}: rank(s) {idle} have no pack, which lock-step forbids")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON-able values; :meth:`from_json` reads it back."""
+        rounds = [
+            [
+                {"first_rank": p.first_rank, "cp_size": p.cp_size, "samples": list(p.samples), "layout": p.layout}
+                for p in microbatch
+            ]
+            for microbatch in self.microbatches
+        ]
+        return {
+            "ranks": self.ranks,
+            "max_seqlen_per_dp_cp_rank": self.max_seqlen_per_dp_cp_rank,
+            "mode": self.mode,
+            "lengths": list(self.lengths),
+            "microbatches": rounds,
+            **self.extra,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> StepPlan:
+        """Read what :meth:`to_json` wrote, and validate it."""
+        rounds = tuple(
+            tuple(Pack(p["first_rank"], p["cp_size"], tuple(p["samples"]), p["layout"]) for p in microbatch)
+            for microbatch in data["microbatches"]
+        )
+        known = {"ranks", "max_seqlen_per_dp_cp_rank", "mode", "lengths", "microbatches"}
+        extra = {key: value for key, value in data.items() if key not in known}
+        limit = data["max_seqlen_per_dp_cp_rank"]
+        plan = cls(data["ranks"], limit, tuple(data["lengths"]), rounds, data["mode"], extra)
+        plan.validate()
+        return plan
+
+    def digest(self) -> int:
+        """A 63-bit hash of everything that decides who does what; equal on ranks that hold the same plan."""
+        decisive = {key: value for key, value in self.to_json().items() if key not in self.extra}
+        text = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class Scheduler(Protocol):
+    """Turns the lengths of a batch into a plan; must depend on nothing but them and its own settings."""
+
+    def schedule(self, lengths: Sequence[int]) -> StepPlan:
+        """Plan a batch; ``lengths`` in tokens, one a sample."""
+        ...
+
+
+def in_rounds(packs: Sequence[Pack], ranks: int) -> tuple[MicroBatch, ...]:
+    """Arrange packs, given in order of execution, into the fewest rounds that keep each rank's order."""
+    rounds: list[list[Pack]] = []
+    next_round = [0] * ranks
+    for pack in packs:
+        own = max(next_round[rank] for rank in pack.ranks)
+        if own == len(rounds):
+            rounds.append([])
+        rounds[own].append(pack)
+        for rank in pack.ranks:
+            next_round[rank] = own + 1
+    return tuple(tuple(sorted(microbatch, key=lambda p: p.first_rank)) for microbatch in rounds)
+
+
+def divisors(ranks: int) -> list[int]:
+    """The CP sizes that a plane of this many ranks offers, ascending."""
+    return [c for c in range(1, ranks + 1) if ranks % c == 0]
+
+
+def check_lengths(lengths: Sequence[int], largest_group: int, max_seqlen_per_dp_cp_rank: int) -> None:
+    """Raise for an empty batch, an empty sample, or one that does not fit on the largest group."""
+    if not lengths:
+        raise PlanError("an empty batch cannot be planned")
+    for sample, length in enumerate(lengths):
+        if length < 1:
+            raise PlanError(f"sample {sample} has {length} tokens: every sample needs at least one")
+        if length > largest_group * max_seqlen_per_dp_cp_rank:
+            raise SampleTooLongError(sample, length, largest_group, max_seqlen_per_dp_cp_rank)

@@ -1,0 +1,1 @@
+"""One batch: cut into packs, run, and put back together."""

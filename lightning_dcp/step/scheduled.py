@@ -1,0 +1,134 @@
+"""A batch with its plan, and the parts of it that this rank runs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dcp.batch.view import BatchView, view
+from lightning_dcp.errors import PlanMismatchError, SampleTooLongError
+from lightning_dcp.loss.weighting import LossNormalization, pack_weight
+from lightning_dcp.models.region import ActivePack
+from lightning_dcp.parallel.clock import WaitClock
+from lightning_dcp.parallel.context import make_context
+from lightning_dcp.parallel.groups import ParallelGroups
+from lightning_dcp.schedule.plan import Pack, Scheduler, StepPlan
+
+
+@dataclass(frozen=True)
+class PackWork:
+    """One pack, as this rank runs it.
+
+    Attributes:
+        number: its place in the plan's order.
+        pack: which samples, on which ranks.
+        batch: the user's batch, cut down to these samples.
+        active: what the regions need to know.
+        weight: its share of the batch's loss.
+        leader: whether this rank speaks for the group: exactly one rank of each group does.
+    """
+
+    number: int
+    pack: Pack
+    batch: Any
+    active: ActivePack
+    weight: float
+    leader: bool
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """A batch and its plan.
+
+    Attributes:
+        view: the whole batch.
+        plan: who does what; the same on every rank of the plane.
+        groups: the process groups.
+        normalization: what the user's loss is over one batch.
+        device: where the packs are computed.
+        clock: adds up the time this rank waits.
+    """
+
+    view: BatchView
+    plan: StepPlan
+    groups: ParallelGroups
+    normalization: LossNormalization
+    device: torch.device
+    clock: WaitClock
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """Targets of each sample of the batch."""
+        return self.view.target_counts()
+
+    def works(self) -> Iterator[PackWork]:
+        """This rank's packs, in order; each is cut out of the batch when its turn comes."""
+        for number, pack in enumerate(self.plan.packs()):
+            if self.groups.rank in pack.ranks:
+                yield self._work(number, pack)
+
+    def _work(self, number: int, pack: Pack) -> PackWork:
+        batch = self.view.select(pack.samples)
+        rank = self.groups.rank - pack.first_rank
+        context = make_context(
+            self.groups.cp_group(pack.first_rank, pack.cp_size),
+            rank,
+            [self.plan.lengths[s] for s in pack.samples],
+            layout=pack.layout,
+            device=self.device,
+            clock=self.clock,
+        )
+        active = ActivePack(view(batch), context, self.plan.max_seqlen_per_dp_cp_rank)
+        weight = pack_weight(self.normalization, pack, self.targets)
+        return PackWork(number, pack, batch, active, weight, leader=rank == 0)
+
+
+def schedule_batch(
+    batch: Any,
+    scheduler: Scheduler,
+    groups: ParallelGroups,
+    *,
+    normalization: LossNormalization,
+    device: torch.device,
+    clock: WaitClock,
+) -> ScheduledBatch:
+    """Plan a batch and make sure that all ranks of the plane hold the same batch and the same plan.
+
+    Raises:
+        BatchError: unknown format, an empty batch or an empty sample.
+        SampleTooLongError: a sample that does not fit, named by its id.
+        PlanMismatchError: ranks differ.
+    """
+    whole = view(batch)
+    whole.check()
+    try:
+        plan = scheduler.schedule(whole.lengths)
+    except SampleTooLongError as error:
+        raise error.named(whole.sample_ids[error.sample]) from None
+    plan.validate()
+    _check_agreement(plan, whole, groups, clock)
+    return ScheduledBatch(whole, plan, groups, normalization, device, clock)
+
+
+def _check_agreement(plan: StepPlan, whole: BatchView, groups: ParallelGroups, clock: WaitClock) -> None:
+    tokens = whole.fingerprint().contiguous()
+    own = torch.tensor([plan.digest(), zlib.crc32(tokens.view(torch.uint8).numpy().tobytes())])
+    every = [torch.empty_like(own) for _ in groups.plane_ranks]
+    with clock.waiting():
+        dist.all_gather(every, own, group=groups.control)
+    table = torch.stack(every)
+    for column, what in ((0, "plans"), (1, "batches")):
+        odd = [groups.plane_ranks[i] for i in (table[:, column] != table[0, column]).nonzero().flatten().tolist()]
+        if odd:
+            raise PlanMismatchError(
+                f"ranks hold different {what}: rank(s) {odd} differ from rank {groups.plane_ranks[0]}. Every rank must "
+                "read the same batch, which the strategy then cuts. Check that shuffling is seeded alike on all ranks "
+                "(Lightning's own sampler is; a RandomSampler needs seed_everything), that the data set has the same "
+                "order everywhere, and that a scheduler of your own depends on nothing but lengths and its settings."
+            )

@@ -1,0 +1,366 @@
+"""The Lightning strategy: hooks only; the work is done by the parts that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_dcp import checks
+from lightning_dcp.callbacks.scheduler import SchedulerCallback
+from lightning_dcp.data.resumable import ResumableLoader
+from lightning_dcp.data.seeded import with_seeded_order
+from lightning_dcp.errors import raise_problems
+from lightning_dcp.launcher import DCPSubprocessLauncher
+from lightning_dcp.loss.weighting import LossNormalization, backward_scale
+from lightning_dcp.models.region import Regions
+from lightning_dcp.parallel.clock import WaitClock
+from lightning_dcp.parallel.gradients import all_reduce_gradients
+from lightning_dcp.parallel.groups import ParallelGroups, initialize_groups
+from lightning_dcp.parallel.topology import Topology
+from lightning_dcp.parallel.watchdog import Watchdog
+from lightning_dcp.schedule import DynamicScheduler, Scheduler, StaticScheduler
+from lightning_dcp.step.runner import detached, loss_of, run_packs
+from lightning_dcp.step.scheduled import PackWork, ScheduledBatch, schedule_batch
+
+
+class DCPStrategy(DDPStrategy):
+    """Dynamic context parallelism: each packed micro-batch gets its own context-parallel (CP) size.
+
+    Every rank reads the same batch. A scheduler cuts it into packs of whole samples, each for an aligned group of
+    ranks; ``training_step`` runs once for each pack of this rank and sees whole samples in the loader's own format.
+    Loss, gradients, logged values and predictions are those of one process that saw the whole batch.
+
+    Args:
+        context_parallel_size: CP size of every pack with ``dynamic_context_parallel=False``; must divide the plane. With
+            dynamic CP the scheduler chooses among all sizes that divide the plane, and this is only the size of
+            Megatron-Core's static CP groups.
+        dynamic_context_parallel: choose the CP size per pack. ``False`` is the static baseline, by the same code.
+        max_seqlen_per_dp_cp_rank: most tokens of one micro-batch that a rank holds: what bounds memory. A sample may
+            be as long as this times the largest group.
+        tensor_model_parallel_size: ranks that share each layer's weights.
+        pipeline_model_parallel_size: pipeline stages.
+        loss_normalization: what the loss that ``training_step`` returns is over one batch: a mean over target
+            ``tokens``, a mean over ``samples``, or a ``sum``.
+        layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not.
+        regions: attribute paths of the modules to run context-parallel; found by themselves where only one can be.
+        accelerator: as in Lightning.
+        parallel_devices: as in Lightning.
+        cluster_environment: as in Lightning.
+        checkpoint_io: as in Lightning.
+        precision_plugin: as in Lightning.
+        process_group_backend: ``gloo`` or ``nccl``; by default by device.
+        timeout: of collectives.
+        start_method: how Lightning starts the ranks: ``popen`` (run the script again), ``fork`` (notebooks),
+            ``spawn`` or ``forkserver``.
+
+    Raises:
+        ConfigurationError: all problems of the settings at once; sizes are checked as soon as the Trainer is made.
+    """
+
+    strategy_name = "dcp"
+
+    def __init__(
+        self,
+        context_parallel_size: int = 1,
+        *,
+        dynamic_context_parallel: bool = True,
+        max_seqlen_per_dp_cp_rank: int = 8192,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        loss_normalization: LossNormalization = "tokens",
+        layout: Literal["zigzag", "contiguous"] = "zigzag",
+        regions: list[str] | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.context_parallel_size = context_parallel_size
+        self.dynamic_context_parallel = dynamic_context_parallel
+        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
+        self.tensor_model_parallel_size = tensor_model_parallel_size
+        self.pipeline_model_parallel_size = pipeline_model_parallel_size
+        self.loss_normalization: LossNormalization = loss_normalization
+        self.layout = layout
+        self.region_names = regions
+        self.clock = WaitClock()
+        self.gradient_reductions = 0
+        self._groups: ParallelGroups | None = None
+        self._regions: Regions | None = None
+        self._scheduler: Scheduler | None = None
+        self._watchdog: Watchdog | None = None
+        self._stash: list[Tensor | None] | None = None
+        raise_problems(checks.argument_problems(self))
+
+    # ---------------------------------------------------------------- set-up
+
+    @property
+    def topology(self) -> Topology:
+        """The sizes in force."""
+        return Topology(
+            self.num_nodes * self.num_processes,
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.context_parallel_size,
+        )
+
+    @property
+    def groups(self) -> ParallelGroups:
+        """The process groups; made at set-up."""
+        if self._groups is None:
+            raise RuntimeError("the process groups are made when a run starts")
+        return self._groups
+
+    @property
+    def regions(self) -> Regions:
+        """The context-parallel regions; found at set-up."""
+        if self._regions is None:
+            raise RuntimeError("the regions are found when a run starts")
+        return self._regions
+
+    @property
+    def callback(self) -> SchedulerCallback:
+        """The callback that owns the scheduler."""
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        return next(callback for callback in callbacks if isinstance(callback, SchedulerCallback))
+
+    @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("no LightningModule is connected yet")
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank reads every batch whole; the scheduler cuts it."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def _configure_launcher(self) -> None:
+        raise_problems(checks.launch_problems(self))
+        if self._start_method != "popen":
+            super()._configure_launcher()
+        elif self.topology.world_size > 1 and self.cluster_environment is not None:
+            self._launcher = DCPSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def connect(self, model: LightningModule) -> None:
+        """Connect the module; add the scheduler callback unless the user has."""
+        super().connect(model)
+        callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, SchedulerCallback) for callback in callbacks):
+            callbacks.insert(0, SchedulerCallback())
+        # Every rank reads every batch, so there is nothing to distribute; Lightning's sampler would also shuffle
+        # training data that the user did not ask to shuffle.
+        model.trainer._accelerator_connector.use_distributed_sampler = False
+
+    def setup_environment(self) -> None:
+        """Join the world, make the groups, start to watch the other ranks."""
+        super().setup_environment()
+        self._groups = initialize_groups(self.topology, self._timeout)
+        if self.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._watchdog = Watchdog(store, self.global_rank, self.world_size)
+            self._watchdog.start()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Check the module, find its regions, and bring it and its optimizers to the device."""
+        self._regions = checks.check_module(self, self._module, trainer)
+        self._regions.install()
+        self._scheduler = self.callback.resolve(self._default_scheduler, self.topology.plane_size)
+        if self.accelerator is None or self.model is None:
+            raise RuntimeError("setup() needs an accelerator and a model; the Trainer provides both")
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        _sync_module_states(self.model)  # what the DDP wrapper, which is not used here, would do
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        rank_zero_info(self.describe())
+
+    def _default_scheduler(self) -> Scheduler:
+        ranks, limit = self.topology.plane_size, self.max_seqlen_per_dp_cp_rank
+        if self.dynamic_context_parallel:
+            return DynamicScheduler(ranks, limit, layout=self.layout)
+        return StaticScheduler(ranks, limit, self.context_parallel_size, layout=self.layout)
+
+    def describe(self) -> str:
+        """The sizes in force, in words."""
+        t = self.topology
+        sizes = t.cp_sizes if self.dynamic_context_parallel else [self.context_parallel_size]
+        largest = max(sizes) * self.max_seqlen_per_dp_cp_rank
+        return (
+            f"Context parallelism: {'dynamic' if self.dynamic_context_parallel else 'static'}, "
+            f"sizes {', '.join(map(str, sizes))} on a plane of {t.plane_size} rank(s) "
+            f"(world {t.world_size} / TP {t.tensor_model_parallel_size} / PP {t.pipeline_model_parallel_size}); "
+            f"at most {self.max_seqlen_per_dp_cp_rank} tokens a rank, {largest} a sample; layout {self.layout}; "
+            f"loss per {self.loss_normalization}; regions: {', '.join(name or 'forward' for name in self.regions.modules)}"
+        )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give all ranks the same batches; make training loaders resumable inside an epoch."""
+        raise_problems(checks.loader_problems(dataloader))
+        if not isinstance(dataloader, DataLoader) or not checks.is_map_style(dataloader):
+            return dataloader
+        seeded = with_seeded_order(dataloader, self._trainer.state.stage)
+        if not self._trainer.training:
+            return seeded
+        return ResumableLoader(seeded, limit=self._trainer.limit_train_batches)
+
+    # ------------------------------------------------------------- each batch
+
+    def schedule(self, batch: Any) -> ScheduledBatch:
+        """Plan a batch; called by the scheduler callback."""
+        if self._scheduler is None:
+            raise RuntimeError("the scheduler is made when a run starts")
+        with self._naming_failures():
+            return schedule_batch(
+                batch,
+                self._scheduler,
+                self.groups,
+                normalization=self.loss_normalization,
+                device=self.root_device,
+                clock=self.clock,
+            )
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        """Run ``training_step`` and backward for each pack of this rank; return what one process would have.
+
+        Lightning zeroes gradients after this and before :meth:`backward`; they wait in a stash until then.
+        """
+        accumulate = self._trainer.accumulate_grad_batches
+        if self._trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:
+            self._take_gradients()  # left over from the window before
+        after = partial(self._pack_backward, accumulate)
+        output = self._run("training_step", self.precision_plugin.train_step_context, batch, args, after)
+        self._stash = self._take_gradients()
+        return output
+
+    def validation_step(self, batch: Any, *args: Any) -> Any:
+        """Run ``validation_step`` for each pack of this rank; return what one process would have."""
+        return self._run("validation_step", self.precision_plugin.val_step_context, batch, args, _keep)
+
+    def test_step(self, batch: Any, *args: Any) -> Any:
+        """Run ``test_step`` for each pack of this rank; return what one process would have."""
+        return self._run("test_step", self.precision_plugin.test_step_context, batch, args, _keep)
+
+    def predict_step(self, batch: Any, *args: Any) -> Any:
+        """Run ``predict_step`` for each pack of this rank; return the predictions in the batch's order."""
+        return self._run("predict_step", self.precision_plugin.predict_step_context, batch, args, _keep)
+
+    def _run(
+        self,
+        name: str,
+        precision: Callable[[], AbstractContextManager[None]],
+        batch: Any,
+        args: tuple[Any, ...],
+        after: Callable[[PackWork, Any], Any],
+    ) -> Any:
+        scheduled = self.callback.scheduled
+        if scheduled is None or scheduled.view.batch is not batch:
+            raise RuntimeError(f"{name} got a batch that the scheduler callback has not planned")
+
+        def step(pack: Any) -> Any:
+            with precision():
+                return getattr(self._module, name)(pack, *args)
+
+        with self._naming_failures():
+            self.callback.result = run_packs(scheduled, self._module, self.regions, step, after)
+        return self.callback.result.output
+
+    # ------------------------------------------------------------ gradients
+
+    def _pack_backward(self, accumulate: int, work: PackWork, output: Any) -> Any:
+        loss = loss_of(output)
+        if work.weight:  # a pack without targets adds nothing, and its mean over nothing is NaN
+            scaled = loss * backward_scale(work.weight, work.pack.cp_size, accumulate)
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            with self.regions.backward_of(work.active):
+                self._module.backward(scaled if scaler is None else scaler.scale(scaled))
+        return _keep(work, output)
+
+    def _take_gradients(self) -> list[Tensor | None]:
+        gradients = []
+        for parameter in self._module.parameters():
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        return gradients
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand over the gradients that :meth:`training_step` made; sum them over the plane when a step follows."""
+        module = self._module
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        for parameter, gradient in zip(module.parameters(), self._stash or [], strict=True):
+            parameter.grad = gradient
+        self._stash = None
+        if not self._trainer.fit_loop._should_accumulate():
+            self.gradient_reductions += 1
+            with self._naming_failures():
+                all_reduce_gradients(module.parameters(), self.groups.plane, self.clock)
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    # ------------------------------------------------------------- the end
+
+    def _naming_failures(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._watchdog is None else self._watchdog.naming_failures()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one ends."""
+        if self._watchdog is not None:
+            self._watchdog.report(exception)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Give the module its own ``forward`` back."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        if self._regions is not None:
+            self._regions.remove()
+        super().teardown()
+
+
+def _keep(work: PackWork, output: Any) -> Any:
+    """What is kept of a step's output: its values, only where they will be sent from."""
+    return detached(output) if work.leader else None

@@ -1,0 +1,28 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import lightning.pytorch
+    import megatron.core.parallel_state  # noqa: F401  (imported before ranks are forked)
+
+import lightning_dcp  # noqa: F401
+from tests.support.ranks import RankPool
+
+torch.set_num_threads(1)  # before any fork: one thread a rank, and no OpenMP pool to inherit
+torch.set_num_interop_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Up to eight ranks, forked once."""
+    pool = RankPool(8)
+    yield pool
+    pool.close()
