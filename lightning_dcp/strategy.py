@@ -37,7 +37,7 @@ from lightning_dcp.parallel.gradients import all_reduce_gradients
 from lightning_dcp.parallel.groups import ParallelGroups, initialize_groups
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
-from lightning_dcp.schedule import DynamicScheduler, Scheduler, StaticScheduler
+from lightning_dcp.schedule import CostModel, DynamicScheduler, Scheduler, StaticScheduler
 from lightning_dcp.step.runner import detached, loss_of, run_packs
 from lightning_dcp.step.scheduled import PackWork, ScheduledBatch, schedule_batch
 
@@ -62,6 +62,9 @@ class DCPStrategy(DDPStrategy):
             ``tokens``, a mean over ``samples``, or a ``sum``.
         layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not.
         regions: attribute paths of the modules to run context-parallel; found by themselves where only one can be.
+        cost_model: what a sample costs by its length; the dynamic scheduler balances by it. Only the ratio matters: see
+            :class:`~lightning_dcp.schedule.CostModel`. The default is that of a 7B model; for a decoder of hidden size
+            h, attention costs as much as the rest at about 12 h tokens.
         accelerator: as in Lightning.
         parallel_devices: as in Lightning.
         cluster_environment: as in Lightning.
@@ -89,6 +92,7 @@ class DCPStrategy(DDPStrategy):
         loss_normalization: LossNormalization = "tokens",
         layout: Literal["zigzag", "contiguous"] = "zigzag",
         regions: list[str] | None = None,
+        cost_model: CostModel | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -116,6 +120,7 @@ class DCPStrategy(DDPStrategy):
         self.loss_normalization: LossNormalization = loss_normalization
         self.layout = layout
         self.region_names = regions
+        self.cost_model = cost_model or CostModel()
         self.clock = WaitClock()
         self.gradient_reductions = 0
         self._groups: ParallelGroups | None = None
@@ -222,7 +227,7 @@ class DCPStrategy(DDPStrategy):
     def _default_scheduler(self) -> Scheduler:
         ranks, limit = self.topology.plane_size, self.max_seqlen_per_dp_cp_rank
         if self.dynamic_context_parallel:
-            return DynamicScheduler(ranks, limit, layout=self.layout)
+            return DynamicScheduler(ranks, limit, cost=self.cost_model, layout=self.layout)
         return StaticScheduler(ranks, limit, self.context_parallel_size, layout=self.layout)
 
     def describe(self) -> str:

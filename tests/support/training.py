@@ -39,11 +39,19 @@ class RaggedTokens(Dataset):
 class TinyModule(L.LightningModule):
     """An ordinary module; it knows nothing of context parallelism."""
 
-    def __init__(self, optimizer: str = "sgd", lr: float = 1.0, seed: int = 1, kv_heads: int = 1, tie: bool = True) -> None:
+    def __init__(
+        self, optimizer: str = "sgd", lr: float = 1.0, seed: int = 1, kv_heads: int = 1, tie: bool = True
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.model = Decoder(
-            VOCAB, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=kv_heads, ffn_hidden_size=24, tie_embeddings=tie
+            VOCAB,
+            hidden_size=16,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=kv_heads,
+            ffn_hidden_size=24,
+            tie_embeddings=tie,
         )
         for parameter in self.model.parameters():
             if parameter.dim() > 1:  # larger weights than a fresh model's, so that attention is far from uniform
@@ -137,7 +145,9 @@ def fit(
 def assert_same(ours: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
     """Losses, every gradient, every weight and every logged value agree; relative to the largest entry over 1."""
     assert len(ours["losses"]) == len(expected["losses"]) > 0
-    torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(expected["losses"]), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        torch.tensor(ours["losses"]), torch.tensor(expected["losses"]), rtol=tolerance, atol=tolerance
+    )
     assert len(ours["gradients"]) == len(expected["gradients"]) > 0
     for own, right in zip(ours["gradients"], expected["gradients"], strict=True):
         _assert_tensors(own, right, tolerance)
