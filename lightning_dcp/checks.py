@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_dcp.errors import Problem, RegionError, raise_problems
@@ -87,6 +88,7 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
                 f"regions={strategy.region_names}", str(error), "name the module, or add position_ids to its forward"
             )
         )
+    problems += _mixing_problems(regions)
     if trainer._accelerator_connector._layer_sync is not None:
         problems.append(
             Problem(
@@ -95,6 +97,30 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
         )
     raise_problems(problems)
     return regions
+
+
+_MIXING = (
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+"""Layers of torch that mix tokens by other means than ``scaled_dot_product_attention``, and would see only a shard."""
+
+
+def _mixing_problems(regions: Regions) -> Iterable[Problem]:
+    for region, module in regions.modules.items():
+        for path, layer in module.named_modules():
+            if isinstance(layer, _MIXING):
+                name = ".".join(filter(None, (region, path)))
+                yield Problem(
+                    f"layer {name!r} ({type(layer).__name__}) inside a context-parallel region",
+                    "a layer that mixes tokens, of which a rank holds only a part",
+                    "use causal scaled_dot_product_attention instead, or name a region that leaves this layer out",
+                )
 
 
 def _overrides_forward(module: LightningModule) -> bool:

@@ -10,7 +10,6 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import lightning.pytorch
     import megatron.core.parallel_state  # noqa: F401  (imported before ranks are forked)
 
 import lightning_dcp  # noqa: F401

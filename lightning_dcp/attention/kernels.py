@@ -168,9 +168,10 @@ class VarlenKernel(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, scale: float
     ) -> Iterator[tuple[Rows, Tensor, Tensor]]:
         if blocks.blocks:
-            q, k, v = self._pad(q[blocks.q_index]), self._pad(k[blocks.k_index]), self._pad(v[blocks.k_index])
+            rows, keys, width = blocks.q_index, blocks.k_index, q.shape[-1]
+            q, k, v = self._pad(q[rows]), self._pad(k[keys]), self._pad(v[keys])
             out, lse, _ = self.run(q, k, v, *_boundaries(blocks), blocks.causal, scale)
-            yield blocks.q_index, out[..., : q.shape[-1]], lse.transpose(0, 1)
+            yield rows, out[..., :width], lse.transpose(0, 1)
 
     def backward(  # noqa: D102
         self,

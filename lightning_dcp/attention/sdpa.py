@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_dcp.attention.ring import ring_attention
 from lightning_dcp.errors import UnsupportedAttentionError
 from lightning_dcp.parallel.context import CPContext
+
+_BACKWARDS = (Tensor.backward, torch.autograd.backward)
 
 
 class ContextParallelAttention(TorchFunctionMode):
@@ -36,10 +39,30 @@ class ContextParallelAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Serve attention; pass every other function on."""
+        if func in _BACKWARDS and (kwargs or {}).get("inputs") is None:
+            return self._backward(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            raise UnsupportedAttentionError(
+                "multi_head_attention_forward inside a context-parallel region: its attention cannot run over a CP "
+                "group. Call scaled_dot_product_attention instead, or keep this layer out of the region."
+            )
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
         return _attention(self.context, *args, **(kwargs or {}))
+
+    def _backward(self, tensors: Tensor | Sequence[Tensor], **options: Any) -> None:
+        """Run a backward with this mode on: layers that checkpointing calls again in it need their attention served.
+
+        torch takes a mode off while it handles a function, and a backward is one if it starts at tensors. Started at
+        the edges of the graph behind these, it is not handed to modes.
+        """
+        roots = [tensors] if isinstance(tensors, Tensor) else tensors
+        edges = [get_gradient_edge(root) for root in roots]
+        if "gradient" in options:
+            options["grad_tensors"] = options.pop("gradient")
+        with self:
+            torch.autograd.backward(edges, **options)
 
 
 def _attention(
@@ -54,7 +77,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The signature of torch's function, ``[1, H, T_local, D]`` in and out."""
-    _refuse_unsupported(query, key, attn_mask, dropout_p, is_causal, enable_gqa)
+    _refuse_unsupported(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     query, key, value = (_as_autocast_would(t) for t in (query, key, value))
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     out = ring_attention(q, k, v, context, scale=scale)
@@ -62,7 +85,13 @@ def _attention(
 
 
 def _refuse_unsupported(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
 ) -> None:
     problems = []
     if attn_mask is not None:
@@ -73,9 +102,13 @@ def _refuse_unsupported(
         problems.append("is_causal is not True (only causal attention runs over a CP group)")
     if dropout_p:
         problems.append(f"dropout_p={dropout_p} (ranks of a group cannot draw one sample's dropout together)")
-    if query.dim() != 4 or query.shape[0] != 1:
-        problems.append(f"the query has shape {tuple(query.shape)}, expected a pack: [1, heads, tokens, head_dim]")
-    elif key.shape[1] != query.shape[1] and not enable_gqa:
+    no_packs = [
+        f"the {name} has shape {tuple(x.shape)}, expected a pack: [1, heads, tokens, head_dim]"
+        for name, x in (("query", query), ("key", key), ("value", value))
+        if x.dim() != 4 or x.shape[0] != 1
+    ]
+    problems += no_packs
+    if not no_packs and key.shape[1] != query.shape[1] and not enable_gqa:
         problems.append(f"{query.shape[1]} query heads on {key.shape[1]} key heads without enable_gqa=True")
     if problems:
         raise UnsupportedAttentionError(

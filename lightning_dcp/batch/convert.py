@@ -21,7 +21,7 @@ def padding_mask(batch: Mapping[str, object]) -> Tensor:
     ``attention_mask`` says which tokens are real (all of them when it is missing). Each row must be one unbroken run.
 
     Raises:
-        BatchError: no ``input_ids``, a mask of another shape, or a row with holes in it.
+        BatchError: no ``input_ids``, a mask of another shape or other values than 0 and 1, or a row with holes in it.
     """
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() < 2:
@@ -36,7 +36,12 @@ def padding_mask(batch: Mapping[str, object]) -> Tensor:
             "(masks of another shape, such as [B, 1, T, T] biases, are not supported)"
         )
     real = mask != 0
-    starts = real[:, 0].long() + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    if not torch.equal(mask, real.to(mask.dtype)):
+        raise BatchError(
+            f"attention_mask holds {torch.unique(mask).tolist()[:9]}: expected 0 and 1 (additive masks, and numbers of "
+            "documents that share a row, are not supported; a PackedBatch keeps documents apart)"
+        )
+    starts = (torch.diff(real.int(), dim=1, prepend=real.new_zeros((len(real), 1)).int()) == 1).sum(1)
     if bool((starts > 1).any()):
         raise BatchError(
             f"attention_mask of row {int((starts > 1).nonzero()[0])} has holes: real tokens must be adjacent"
@@ -91,7 +96,16 @@ def is_jagged(value: object) -> bool:
 
 
 def jagged_offsets(value: Tensor) -> Tensor:
-    """Cumulative lengths of a jagged nested tensor, int64 ``[B + 1]``."""
+    """Cumulative lengths of a jagged nested tensor ``[B, (T), ...]``, int64 ``[B + 1]``.
+
+    Raises:
+        BatchError: a tensor with gaps between its samples, or whose ragged dimension is not the second.
+    """
+    if value.lengths() is not None or value._ragged_idx != 1:  # type: ignore[attr-defined]
+        raise BatchError(
+            "a jagged tensor of a batch must be [B, (T), ...] without gaps between samples (as nested_tensor and "
+            "nested_tensor_from_jagged without lengths make it); build it anew from its samples"
+        )
     offsets: Tensor = value.offsets()  # type: ignore[attr-defined]
     return offsets
 

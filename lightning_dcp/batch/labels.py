@@ -48,9 +48,10 @@ def _shift(batch: Batch, labels: Tensor) -> Tensor:
         return _shift_packed(labels[0], batch.cu_seqlens[1:].long()).unsqueeze(0)
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
-    next_is_real = torch.zeros_like(labels, dtype=torch.bool)
-    next_is_real[:, :-1] = padding_mask(batch)[:, 1:]
-    return shifted.masked_fill(~next_is_real, IGNORE_INDEX)
+    real = padding_mask(batch)
+    has_next = torch.zeros_like(real)
+    has_next[:, :-1] = real[:, :-1] & real[:, 1:]  # both: left padding before a sample must not predict its first token
+    return shifted.masked_fill(~has_next, IGNORE_INDEX)
 
 
 def _shift_packed(labels: Tensor, ends: Tensor) -> Tensor:

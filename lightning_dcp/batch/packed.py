@@ -33,16 +33,16 @@ class PackedBatch:
         self, fields: Mapping[str, Tensor], cu_seqlens: Tensor, sample_ids: Sequence[int] | None = None
     ) -> None:
         self.fields = dict(fields)
+        if cu_seqlens.dim() != 1:
+            raise BatchError(f"cu_seqlens must be one-dimensional; found shape {tuple(cu_seqlens.shape)}")
         self.cu_seqlens = cu_seqlens.to(torch.int32)
         self._lengths = tuple(int(n) for n in torch.diff(self.cu_seqlens.cpu()).tolist())
         self.sample_ids = tuple(range(len(self._lengths))) if sample_ids is None else tuple(sample_ids)
         self._check()
 
     def _check(self) -> None:
-        if self.cu_seqlens.dim() != 1 or len(self.cu_seqlens) < 2 or int(self.cu_seqlens[0]) != 0:
-            raise BatchError(
-                f"cu_seqlens must be one-dimensional, start at 0 and name at least one sample; found {self.cu_seqlens}"
-            )
+        if len(self.cu_seqlens) < 2 or int(self.cu_seqlens[0]) != 0:
+            raise BatchError(f"cu_seqlens must start at 0 and name at least one sample; found {self.cu_seqlens}")
         if not self.fields:
             raise BatchError("a PackedBatch needs at least one per-token field, such as input_ids")
         if len(self.sample_ids) != len(self._lengths):
@@ -65,9 +65,11 @@ class PackedBatch:
         if not samples:
             raise BatchError("a PackedBatch needs at least one sample")
         names = list(samples[0])
+        if not names or any(set(sample) != set(names) for sample in samples):
+            raise BatchError(f"samples must have the same fields; found {sorted({str(sorted(s)) for s in samples})}")
         lengths = [len(sample[names[0]]) for sample in samples]
         fields = {name: torch.cat([sample[name] for sample in samples]).unsqueeze(0) for name in names}
-        return cls(fields, cumulative(lengths), sample_ids)
+        return cls(fields, cumulative(lengths, fields[names[0]].device), sample_ids)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -102,6 +104,8 @@ class PackedBatch:
 
     def select(self, indices: Sequence[int]) -> PackedBatch:
         """The samples at these indices (into this batch, not ids), in the order given."""
+        if not indices:
+            raise BatchError("a PackedBatch needs at least one sample")
         ends = list(accumulate(self._lengths))
         spans = [slice(ends[i] - self._lengths[i], ends[i]) for i in indices]
         fields = {name: torch.cat([field[:, span] for span in spans], dim=1) for name, field in self.fields.items()}

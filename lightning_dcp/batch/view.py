@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -67,13 +68,30 @@ class BatchView(ABC):
         """Targets of each sample: what a token-mean loss divides by.
 
         Labels that count after the shift (so never a sample's first token); without labels the ``loss_mask``;
-        without either, every token but a sample's last, which has nothing to predict.
+        without either, every token but a sample's last, which has nothing to predict. One label a sample (``[S]``, as
+        classifiers and reward models have) is one target.
+
+        Raises:
+            BatchError: both ``labels`` and ``shift_labels``, or one of these fields is not per-token.
         """
+        if "labels" in self.batch and self._per_sample(self.batch["labels"]):
+            return tuple((self.batch["labels"] != IGNORE_INDEX).long().tolist())
+        for name in ("labels", "shift_labels", "loss_mask"):
+            if name in self.batch:
+                self._check_targets(name, self.batch[name])
         if "labels" in self.batch or "shift_labels" in self.batch:
             return tuple(self._token_counts(shifted_labels(self.batch) != IGNORE_INDEX).tolist())
         if "loss_mask" in self.batch:
             return tuple(self._token_counts(self.batch["loss_mask"] != 0).tolist())
         return tuple(max(length - 1, 0) for length in self.lengths)
+
+    def _per_sample(self, value: object) -> bool:
+        return isinstance(value, Tensor) and not value.is_nested and tuple(value.shape) == (len(self.lengths),)
+
+    def _check_targets(self, name: str, value: object) -> None:
+        if not isinstance(value, Tensor) or not self.per_token(value):
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise BatchError(f"{name} must hold one entry a token, {self.shape_name}; found {found}")
 
     def fingerprint(self) -> Tensor:
         """The batch's first token field on the CPU: equal on ranks that read the same batch."""
@@ -121,15 +139,18 @@ class PaddedView(BatchView):
         self.batch = batch
         self.mask = padding_mask(batch)
         self.lengths = tuple(self.mask.sum(1).tolist())
-        self.sample_ids = tuple(range(len(self.lengths)))
+        self.sample_ids = _sample_ids(batch, len(self.lengths))
         self._real = self.mask.flatten().nonzero().squeeze(1)
 
     def select(self, indices: Sequence[int]) -> dict[str, Any]:
-        """Rows at these indices, with the columns that are padding in all of them cut off."""
+        """Rows at these indices, without the trailing columns that are padding in all of them.
+
+        Leading columns stay, so that what a step returns for left-padded rows lies where it would have without a cut.
+        """
         rows = torch.tensor(list(indices), device=self.mask.device)
         columns = self.mask[rows].any(0).nonzero().squeeze(1)
-        span = slice(int(columns[0]), int(columns[-1]) + 1)
-        return {name: self._select_value(value, rows, span) for name, value in self.batch.items()}
+        span = slice(0, int(columns[-1]) + 1)
+        return _like(self.batch, {name: self._select_value(value, rows, span) for name, value in self.batch.items()})
 
     def _select_value(self, value: Any, rows: Tensor, span: slice) -> Any:
         if isinstance(value, Tensor) and self.per_token(value):
@@ -161,7 +182,7 @@ class JaggedView(BatchView):
         self.batch = batch
         self._offsets = jagged_offsets(self._primary_jagged())
         self.lengths = tuple(torch.diff(self._offsets).tolist())
-        self.sample_ids = tuple(range(len(self.lengths)))
+        self.sample_ids = _sample_ids(batch, len(self.lengths))
         for name, value in batch.items():
             if is_jagged(value) and not self.per_token(value):
                 raise BatchError(f"jagged field {name!r} has other sample lengths than the first jagged field")
@@ -176,7 +197,7 @@ class JaggedView(BatchView):
     def select(self, indices: Sequence[int]) -> dict[str, Any]:  # noqa: D102
         rows = torch.tensor(list(indices), device=self._offsets.device)
         offsets = cumulative([self.lengths[i] for i in indices], self._offsets.device).long()
-        return {name: self._select_value(value, rows, offsets) for name, value in self.batch.items()}
+        return _like(self.batch, {name: self._select_value(value, rows, offsets) for name, value in self.batch.items()})
 
     def _select_value(self, value: Any, rows: Tensor, offsets: Tensor) -> Any:
         if is_jagged(value):
@@ -201,11 +222,26 @@ class JaggedView(BatchView):
         return torch.stack([part.sum() for part in mask.values().split(list(self.lengths))])
 
 
+def _like(batch: Mapping[str, Any], values: dict[str, Any]) -> Any:
+    """These values in a mapping of the batch's own type, such as one with attributes, where that can be copied."""
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return values
+    same = copy.copy(batch)
+    same.update(values)
+    return same
+
+
+def _sample_ids(batch: Mapping[str, Any], samples: int) -> tuple[int, ...]:
+    """The batch's own ``sample_ids`` (a list or tensor), or the numbers of its rows."""
+    ids = batch.get("sample_ids", range(samples))
+    return tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
+
+
 def _select_samples(value: Any, rows: Tensor, samples: int) -> Any:
     """Cut a per-sample tensor or list (first dimension = samples) down to some rows; anything else passes whole."""
     if isinstance(value, Tensor) and not value.is_nested and value.dim() > 0 and value.shape[0] == samples:
         return value[rows.to(value.device)]
-    if isinstance(value, (list, tuple)) and len(value) == samples:
+    if isinstance(value, (list, tuple)) and len(value) == samples and not hasattr(value, "_fields"):
         return type(value)(value[i] for i in rows.tolist())
     return value
 

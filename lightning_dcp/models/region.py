@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.batch.view import BatchView
-from lightning_dcp.errors import PlanError, RegionError
+from lightning_dcp.errors import PlanError, RegionError, UnsupportedAttentionError
 from lightning_dcp.parallel.context import CPContext
 from lightning_dcp.parallel.shard import gather, shard
 
@@ -93,10 +93,22 @@ class Regions:
         try:
             with attention:
                 out = forward(*args, **kwargs)
+        except UnsupportedAttentionError as error:
+            raise UnsupportedAttentionError(f"{_layer_of(error, self.modules[name], name)}: {error}") from error
         finally:
             self._pack = pack
             self.attention_calls += attention.calls
         return pytree.tree_map_with_path(partial(_gather_output, name, pack), out)
+
+
+def _layer_of(error: BaseException, region: nn.Module, name: str) -> str:
+    """The innermost module whose code an error came through, by its path."""
+    paths = {id(module): path for path, module in region.named_modules()}
+    traceback, found = error.__traceback__, ""
+    while traceback is not None:
+        found = paths.get(id(traceback.tb_frame.f_locals.get("self")), found)
+        traceback = traceback.tb_next
+    return f"layer {'.'.join(filter(None, (name, found)))!r}"
 
 
 def _shard_arguments(

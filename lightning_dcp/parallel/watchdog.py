@@ -68,10 +68,11 @@ class Watchdog:
 
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank failed. The rank that holds the store stays until they have read it."""
-        if isinstance(error, PeerFailureError) or self._stop.is_set():
+        if self._stop.is_set():
             return
-        reason = " ".join(str(error).split())
-        self._record(f"rank {self.rank} failed: {type(error).__name__}: {reason[:2000]}")
+        if not isinstance(error, PeerFailureError):
+            reason = " ".join(str(error).split())
+            self._record(f"rank {self.rank} failed: {type(error).__name__}: {reason[:2000]}")
         self._stop.set()
         if self.rank == 0:
             time.sleep(2 * self.interval)

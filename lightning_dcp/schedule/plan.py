@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, get_args
 
 from lightning_dcp.errors import PlanError, SampleTooLongError
 
@@ -75,8 +75,10 @@ class StepPlan:
         """Raise :class:`PlanError` unless the plan keeps all its rules.
 
         Each sample exactly once; groups aligned, of a size that divides the plane; at most one pack a rank in a
-        micro-batch; no rank over its token limit; in lock-step no rank without a pack.
+        micro-batch; no rank over its token limit; a known mode; in lock-step no rank without a pack.
         """
+        if self.mode not in get_args(Mode):
+            raise PlanError(f"unknown mode {self.mode!r}: use one of {list(get_args(Mode))}")
         for pack in self.packs():
             self._check_pack(pack)
         for number, microbatch in enumerate(self.microbatches):
@@ -120,14 +122,14 @@ class StepPlan:
             ]
             for microbatch in self.microbatches
         ]
-        return {
+        decisive = {
             "ranks": self.ranks,
             "max_seqlen_per_dp_cp_rank": self.max_seqlen_per_dp_cp_rank,
             "mode": self.mode,
             "lengths": list(self.lengths),
             "microbatches": rounds,
-            **self.extra,
         }
+        return decisive | {key: value for key, value in self.extra.items() if key not in decisive}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> StepPlan:
@@ -145,8 +147,7 @@ class StepPlan:
 
     def digest(self) -> int:
         """A 63-bit hash of everything that decides who does what; equal on ranks that hold the same plan."""
-        decisive = {key: value for key, value in self.to_json().items() if key not in self.extra}
-        text = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(replace(self, extra={}).to_json(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_dcp.schedule.plan import Pack, StepPlan, check_lengths, in_rounds
+from lightning_dcp.errors import PlanError
+from lightning_dcp.schedule.plan import Pack, StepPlan, check_lengths, divisors, in_rounds
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class StaticScheduler:
         """Plan a batch.
 
         Raises:
-            PlanError: an empty batch or sample.
+            PlanError: an empty batch or sample, or a size that does not divide the plane.
             SampleTooLongError: a sample over ``context_parallel_size * max_seqlen_per_dp_cp_rank`` tokens.
         """
         c, limit = self.context_parallel_size, self.max_seqlen_per_dp_cp_rank
+        if c not in divisors(self.ranks):
+            raise PlanError(f"context_parallel_size={c} does not divide the plane of {self.ranks} ranks")
         check_lengths(lengths, c, limit)
         loads = [0] * (self.ranks // c)
         shares: list[list[int]] = [[] for _ in loads]

@@ -22,19 +22,16 @@ def counted_once(module: nn.Module, *, leader: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for metric, state in zip(metrics, before, strict=True):
-            _restore(metric, state)
+        for metric, attributes in zip(metrics, before, strict=True):
+            vars(metric).update(attributes)
 
 
 def _snapshot(metric: Metric) -> dict[str, Any]:
-    state = {name: _copy(getattr(metric, name)) for name in metric._defaults}
-    return {**state, "_update_count": metric._update_count, "_computed": metric._computed}
+    """All attributes, as wrappers (minimum and maximum, running means) keep more than the states they declare."""
+    return {name: _copy(value) for name, value in vars(metric).items()}
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else list(value)
-
-
-def _restore(metric: Metric, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        setattr(metric, name, value)
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value

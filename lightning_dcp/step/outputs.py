@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dcp.batch.convert import is_jagged
+from lightning_dcp.batch.convert import is_jagged, jagged_offsets
 from lightning_dcp.batch.packed import PackedBatch, cumulative
 from lightning_dcp.errors import BatchError
 
@@ -107,14 +107,16 @@ def _weighted(outputs: Sequence[PackOutput]) -> Any:
 
 def _join_tensors(outputs: Sequence[PackOutput], *, packed: bool) -> Tensor:
     if all(is_jagged(o.value) for o in outputs):
-        parts = _in_order(outputs, lambda o: o.value.values().split(list(o.lengths)))
+        if any(len(o.value) != len(o.samples) for o in outputs):
+            raise BatchError(f"a step returned jagged tensors without one entry a sample: {_ADVICE}")
+        parts = _in_order(outputs, lambda o: o.value.values().split(torch.diff(jagged_offsets(o.value)).tolist()))
         offsets = cumulative([len(part) for part in parts], parts[0].device).long()
         return torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets)
     if all(o.value.dim() == 0 for o in outputs):
         return _weighted(outputs)
     if packed and all(tuple(o.value.shape[:2]) == (1, sum(o.lengths)) for o in outputs):
         return torch.cat(_in_order(outputs, lambda o: o.value[0].split(list(o.lengths)))).unsqueeze(0)
-    if all(len(o.value) == len(o.samples) for o in outputs):
+    if all(o.value.dim() > 0 and len(o.value) == len(o.samples) for o in outputs):
         return _stack(_in_order(outputs, lambda o: o.value.unbind(0)))
     raise BatchError(f"a step returned tensors of shapes {[list(o.value.shape) for o in outputs]}: {_ADVICE}")
 
@@ -139,6 +141,8 @@ def _padding(part: Tensor, shape: Sequence[int]) -> list[int]:
 def _join_batches(outputs: Sequence[PackOutput]) -> PackedBatch:
     """Packed batches (a step that returns its batch with more fields) joined sample by sample."""
     names = list(outputs[0].value.fields)
+    if any(set(o.value.fields) != set(names) for o in outputs):
+        raise BatchError(f"packs returned batches with different fields: {[sorted(o.value.fields) for o in outputs]}")
     fields = {
         name: torch.cat(_in_order(outputs, lambda o, name=name: o.value.split(o.value[name]))).unsqueeze(0)
         for name in names

@@ -117,7 +117,7 @@ def loss_of(output: Any) -> Tensor:
         BatchError: no loss, or one that is no scalar.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or loss.dim():
         found = (
             "None" if loss is None else f"{type(loss).__name__} {list(loss.shape) if isinstance(loss, Tensor) else ''}"
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import tempfile
 import time
@@ -56,7 +55,8 @@ class RankPool:
         """As :meth:`run`, but each rank's outcome: ``(True, value)`` or ``(False, traceback)``."""
         self._start()
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "NODE_RANK": "0"}
-        environment["WORLD_SIZE"] = str(world)
+        # Lightning forgets WORLD_SIZE at the end of a run; jobs with several runs need it again
+        environment |= {"WORLD_SIZE": str(world), "TEST_WORLD_SIZE": str(world)}
         for rank in range(world):
             self._workers[rank][1].send((environment | {"LOCAL_RANK": str(rank), "RANK": str(rank)}, job, args, kwargs))
         outcomes = self._collect(world, time.monotonic() + timeout)
@@ -82,7 +82,7 @@ class RankPool:
         context = get_context("fork")
         for _ in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs,))  # no daemon: loaders fork workers
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -91,8 +91,7 @@ class RankPool:
         """End all workers; the next run starts new ones."""
         for process, connection in self._workers:
             connection.close()
-            if process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
         self._workers = []
 
@@ -106,7 +105,10 @@ def _serve(connection: Connection) -> None:
                 environment, job, args, kwargs = connection.recv()
             except EOFError:
                 return
-            connection.send(_attempt(environment, job, args, kwargs))
+            outcome = _attempt(environment, job, args, kwargs)
+            connection.send(outcome)
+            if not outcome[0]:
+                os._exit(1)  # as a script would end: its peers must notice by themselves
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -114,13 +116,13 @@ def _serve(connection: Connection) -> None:
 def _attempt(environment: dict[str, str], job: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
     os.environ.update(environment)
     try:
-        return True, job(*args, **kwargs)
+        value = job(*args, **kwargs)
+        _leave_world()
     except BaseException:
         return False, traceback.format_exc()
-    finally:
-        _leave_world()
-        for name in environment:
-            os.environ.pop(name, None)
+    for name in environment:
+        os.environ.pop(name, None)
+    return True, value
 
 
 def _leave_world() -> None:

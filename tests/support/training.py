@@ -102,7 +102,7 @@ def trainer(*, strategy: dict[str, Any] | None, precision: str = "64-true", **op
     """A quiet trainer; ``strategy=None`` is plain Lightning on one process."""
     settings: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": int(os.environ["WORLD_SIZE"]),
+        "devices": int(os.environ["TEST_WORLD_SIZE"]),
         "precision": precision,
         "logger": False,
         "enable_checkpointing": False,

@@ -1,0 +1,184 @@
+"""torch's attention function over a CP group, and what is refused instead of computed wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_dcp.attention import ring_attention
+from lightning_dcp.attention.kernels import CPUFlashKernel, choose_kernel
+from lightning_dcp.attention.sdpa import ContextParallelAttention
+from lightning_dcp.errors import UnsupportedAttentionError
+from lightning_dcp.parallel.context import CPContext, make_context
+from lightning_dcp.parallel.groups import CPGroup
+from tests.attention.support import Case, Inputs, assert_as_dense, join_shares, make_inputs, share_of
+from tests.parallel.support import join_world, own_context
+from tests.support.ranks import RankPool
+
+LENGTHS = (5, 3)
+
+
+@pytest.fixture
+def context() -> CPContext:
+    """A pack of two samples on a group of one rank."""
+    return make_context(CPGroup(None, (0,)), 0, LENGTHS)
+
+
+def heads_first(tokens: int = 8, heads: int = 2, size: int = 4, batch: int = 1, **options: Any) -> Tensor:
+    return torch.randn(batch, heads, tokens, size, **options)
+
+
+# --- the same result
+
+
+def _call_torchs_function(inputs: Inputs, scale: float | None) -> tuple[dict[str, Any], int]:
+    context = own_context(join_world(), inputs.lengths, 2)
+    q, k, v, grad = (t[context.pack_index].transpose(0, 1).unsqueeze(0) for t in make_inputs(inputs))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    with ContextParallelAttention(context) as mode:
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=scale, enable_gqa=inputs.kv_heads != 4)
+    out.backward(grad)
+    tokens_first = [t[0].transpose(0, 1) for t in (out, *(t.grad for t in leaves))]
+    return share_of(context, tokens_first[0], tokens_first[1:]), mode.calls
+
+
+@pytest.mark.parametrize(("kv_heads", "scale"), [(4, None), (2, None), (1, 0.7)])
+def test_torchs_function_runs_over_the_group(ranks: RankPool, kv_heads: int, scale: float | None) -> None:
+    case = Case(Inputs((13, 7, 64), kv_heads), 2, scale=scale)
+    results = ranks.run(_call_torchs_function, 2, case.inputs, scale)
+    assert_as_dense(case, join_shares(case, [share for share, _ in results]))
+    assert [calls for _, calls in results] == [1, 1]
+
+
+def test_other_functions_and_calls_outside_pass_through(context: CPContext) -> None:
+    q = heads_first()
+    with ContextParallelAttention(context) as mode:
+        assert torch.equal(F.relu(q), q.clamp(min=0))
+    assert mode.calls == 0
+    whole = F.scaled_dot_product_attention(q, q, q)  # not causal: refused inside
+    assert whole.shape == q.shape
+
+
+def test_modes_nest_and_the_inner_context_counts(context: CPContext) -> None:
+    q = heads_first()
+    inner = make_context(CPGroup(None, (0,)), 0, [8])
+    with ContextParallelAttention(context) as outside, ContextParallelAttention(inner) as inside:
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    assert (outside.calls, inside.calls) == (0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_output_has_the_dtype_of_torchs_own_function(
+    context: CPContext, dtype: torch.dtype, autocast: bool
+) -> None:
+    q, k, v = (heads_first(dtype=dtype) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with ContextParallelAttention(context):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert out.dtype == expected.dtype
+    assert out.shape == expected.shape
+    first = slice(0, LENGTHS[0])  # the first sample sees the same keys either way
+    torch.testing.assert_close(out[:, :, first], expected[:, :, first])
+
+
+# --- refused
+
+
+REFUSED = {
+    "attn_mask": {"attn_mask": torch.ones(8, 8, dtype=torch.bool)},
+    "is_causal": {"is_causal": False},
+    "dropout_p=0.1": {"dropout_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_a_call_that_cannot_be_exact_is_refused(context: CPContext, problem: str) -> None:
+    q = heads_first()
+    with ContextParallelAttention(context), pytest.raises(UnsupportedAttentionError, match=problem) as caught:
+        F.scaled_dot_product_attention(q, q, q, **{"is_causal": True, **REFUSED[problem]})
+    for other in REFUSED.keys() - {problem}:
+        assert f"{other} is" not in str(caught.value).split(". Call it with")[0]
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 8, 4), (2, 8, 4), (8, 4)])
+def test_a_query_that_is_no_pack_is_refused(context: CPContext, shape: tuple[int, ...]) -> None:
+    q = torch.randn(shape)
+    message = rf"the query has shape \({', '.join(map(str, shape))}\)"
+    with ContextParallelAttention(context), pytest.raises(UnsupportedAttentionError, match=message):
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+@pytest.mark.parametrize("odd_one", [1, 2])
+@pytest.mark.parametrize("shape", [(2, 2, 8, 4), (2, 8, 4)])
+def test_keys_or_values_that_are_no_pack_are_refused(context: CPContext, odd_one: int, shape: tuple[int, ...]) -> None:
+    tensors = [heads_first(), heads_first(), heads_first()]
+    tensors[odd_one] = torch.randn(shape)
+    with ContextParallelAttention(context), pytest.raises(UnsupportedAttentionError, match="has shape"):
+        F.scaled_dot_product_attention(*tensors, is_causal=True)
+
+
+def test_fewer_key_heads_without_grouping_are_refused(context: CPContext) -> None:
+    q, k = heads_first(heads=4), heads_first(heads=2)
+    with ContextParallelAttention(context), pytest.raises(UnsupportedAttentionError, match="without enable_gqa=True"):
+        F.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+def test_torchs_multi_head_function_which_would_hide_its_attention_is_refused(context: CPContext) -> None:
+    layer = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.randn(1, 8, 4)
+    mask = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    with ContextParallelAttention(context), pytest.raises(UnsupportedAttentionError, match="multi_head_attention"):
+        layer(x, x, x, attn_mask=mask, is_causal=True)
+
+
+def test_all_problems_of_a_call_are_in_one_message(context: CPContext) -> None:
+    q = heads_first(batch=2)
+    with ContextParallelAttention(context), pytest.raises(UnsupportedAttentionError) as caught:
+        F.scaled_dot_product_attention(q, q, q, torch.ones(8, 8, dtype=torch.bool), 0.5)
+    for problem in ("attn_mask is given", "is_causal is not True", "dropout_p=0.5", "the query has shape (2, 2, 8, 4)"):
+        assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "message"),
+    [
+        ((7, 4, 6), (8, 2, 6), (8, 2, 6), "7 queries, 8 keys and 8 values; this rank holds 8"),
+        ((8, 4, 6), (9, 2, 6), (8, 2, 6), "8 queries, 9 keys and 8 values"),
+        ((8, 4, 6), (8, 2, 6), (1, 2, 6), "8 queries, 8 keys and 1 values"),
+        ((9, 4, 6), (9, 2, 6), (9, 2, 6), "9 queries, 9 keys and 9 values"),
+        ((8, 4, 6), (8, 2, 5), (8, 2, 5), "head sizes differ"),
+        ((8, 4, 6), (8, 2, 6), (8, 2, 5), "head sizes differ"),
+        ((8, 4, 6), (8, 2, 6), (8, 4, 6), "head"),
+        ((8, 4, 6), (8, 3, 6), (8, 3, 6), "4 query heads are no multiple of 3 key heads"),
+        ((8, 2, 6), (8, 4, 6), (8, 4, 6), "2 query heads are no multiple of 4 key heads"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    context: CPContext, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=message):
+        ring_attention(torch.randn(q), torch.randn(k), torch.randn(v), context)
+
+
+def test_the_kernel_follows_the_device() -> None:
+    assert isinstance(choose_kernel(torch.empty(1)), CPUFlashKernel)
+    with pytest.raises(UnsupportedAttentionError, match="device meta"):
+        choose_kernel(torch.empty(1, device="meta"))
+
+
+def test_a_pack_on_one_rank_needs_no_process_group(context: CPContext) -> None:
+    case = Case(Inputs(LENGTHS), 1)
+    q, k, v, grad = (t.clone() for t in make_inputs(case.inputs))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = ring_attention(*leaves, context)
+    share = share_of(context, out, torch.autograd.grad(out, leaves, grad))
+    assert np.isfinite(share["arrays"]["out"]).all()
+    assert_as_dense(case, join_shares(case, [share]))

@@ -1,0 +1,66 @@
+"""When a rank fails, the others end soon and say which one it was and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support.ranks import RankPool
+from tests.support.training import TinyModule, loader, trainer
+
+LENGTHS = (30, 3, 30, 7, 1, 12, 5, 29, 2, 31, 16, 9)
+
+
+def raise_error() -> None:
+    raise ValueError("the tokens have gone off")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Failing(TinyModule):
+    """Fails on one rank in its second batch."""
+
+    def __init__(self, rank: int, fail: Callable[[], None]) -> None:
+        super().__init__(lr=0.1)
+        self.rank, self.fail = rank, fail
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank == self.rank:
+            self.fail()
+        return super().training_step(batch, batch_idx)
+
+
+def train(rank: int, fail: Callable[[], None]) -> None:
+    trainer(strategy={"max_seqlen_per_dp_cp_rank": 8}, precision="32-true").fit(Failing(rank, fail), loader(LENGTHS, 4))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_exception_is_shown_by_all_ranks(ranks: RankPool, rank: int) -> None:
+    start = time.monotonic()
+    outcomes = ranks.run_all(train, 4, rank, raise_error, timeout=60)
+    assert time.monotonic() - start < 30
+    assert "ValueError: the tokens have gone off" in outcomes[rank][1]
+    for other, (ok, text) in enumerate(outcomes):
+        assert not ok
+        if other != rank:
+            assert f"PeerFailureError: rank {rank} failed: ValueError: the tokens have gone off" in text
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_killed_rank_is_named_by_the_others(ranks: RankPool, rank: int) -> None:
+    start = time.monotonic()
+    outcomes = ranks.run_all(train, 4, rank, die, timeout=60)
+    assert time.monotonic() - start < 60
+    for other, (ok, text) in enumerate(outcomes):
+        assert not ok
+        if other != rank:
+            assert f"PeerFailureError: rank {rank} failed" in text or "process ended: 1" in text
+    assert any("PeerFailureError" in text for _, text in outcomes)
