@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -61,7 +60,7 @@ class LanguageModel(LightningModule):
         logits: Tensor = self.model(batch["input_ids"])
         return logits.argmax(-1)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW, with the learning rate rising linearly over ``warmup_steps``."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(self.warmup_steps, 1)))

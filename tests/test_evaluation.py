@@ -96,7 +96,11 @@ class PredictingModule(TinyModule):
         logits = self.model(batch["input_ids"])
         if "attention_mask" in batch:
             mask = batch["attention_mask"]
-            return {"logits": logits * mask.unsqueeze(-1), "length": mask.sum(1), "text": [str(int(n)) for n in mask.sum(1)]}
+            return {
+                "logits": logits * mask.unsqueeze(-1),
+                "length": mask.sum(1),
+                "text": [str(int(n)) for n in mask.sum(1)],
+            }
         return {"logits": logits}
 
 

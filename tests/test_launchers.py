@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[1]
 def run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, timeout=timeout, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=timeout, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,9 @@ from tests.support.ranks import RankPool
 from tests.support.training import VOCAB, RaggedTokens, TinyModule, loader, trainer
 
 
-def fit(module: Callable[[], L.LightningModule], data: Callable[[], Any], strategy: Any = None, callback: Any = None) -> None:
+def fit(
+    module: Callable[[], L.LightningModule], data: Callable[[], Any], strategy: Any = None, callback: Any = None
+) -> None:
     """Train; module, data and callback are made in the rank, as they need not be picklable."""
     callbacks = [callback()] if callback else []
     trainer(strategy=strategy or {}, callbacks=callbacks, precision="32-true").fit(module(), data())
@@ -97,14 +99,20 @@ class Mixing(TinyModule):
     ("module", "strategy", "words"),
     [
         (Manual, {}, ["manual optimization in Manual", "return the loss from training_step"]),
-        (TwoModels, {}, ["more than one module", "'model' (Decoder, can be one)", "'other'", "DCPStrategy(regions=[...])"]),
+        (
+            TwoModels,
+            {},
+            ["more than one module", "'model' (Decoder, can be one)", "'other'", "DCPStrategy(regions=[...])"],
+        ),
         (NoPositions, {}, ["no context-parallel region", "forward has no position_ids"]),
         (NoPositions, {"regions": ["model"]}, ["no parameter 'position_ids'", "A shard does not start at position 0"]),
         (TinyModule, {"regions": ["modle"]}, ["no module 'modle'", "'model'"]),
         (Mixing, {}, ["layer 'model.blocks.1.conv' (Conv1d)", "mixes tokens"]),
     ],
 )
-def test_modules_are_checked_at_set_up(ranks: RankPool, module: Any, strategy: dict[str, Any], words: list[str]) -> None:
+def test_modules_are_checked_at_set_up(
+    ranks: RankPool, module: Any, strategy: dict[str, Any], words: list[str]
+) -> None:
     text = refusal(ranks, module, partial(loader, (5, 3), 2), strategy)
     for word in ["ConfigurationError", *words]:
         assert word in text
@@ -194,7 +202,9 @@ class Attending(nn.Module):
         if self.kind == "bidirectional":
             return F.scaled_dot_product_attention(x, x, x).squeeze(1)
         if self.kind == "mask":
-            return F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(x.shape[2], x.shape[2]).bool()).squeeze(1)
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(x.shape[2], x.shape[2]).bool()).squeeze(
+                1
+            )
         return F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.1).squeeze(1)
 
 
@@ -218,7 +228,8 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "word"), [("bidirectional", "is_causal is not True"), ("mask", "attn_mask is given"), ("drop", "dropout_p=0.1")]
+    ("kind", "word"),
+    [("bidirectional", "is_causal is not True"), ("mask", "attn_mask is given"), ("drop", "dropout_p=0.1")],
 )
 def test_other_attention_is_refused_by_the_name_of_its_layer(ranks: RankPool, kind: str, word: str) -> None:
     text = refusal(ranks, partial(Attends, kind), partial(loader, (5, 3), 2))

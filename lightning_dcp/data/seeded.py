@@ -20,10 +20,14 @@ def with_seeded_order(loader: DataLoader[Any], stage: RunningStage | None) -> Da
     also a ``RandomSampler`` with a generator or with replacement, are left as they are.
     """
     sampler = loader.sampler
-    plain = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
-    if not plain or getattr(loader.batch_sampler, "sampler", sampler) is not sampler:
+    if not isinstance(sampler, RandomSampler) or not _is_plain(sampler):
         return loader
-    if len(sampler) != len(sampler.data_source):
+    if getattr(loader.batch_sampler, "sampler", sampler) is not sampler:
         return loader
     seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
     return _update_dataloader(loader, EpochSampler(sampler.data_source, seed=seed), mode=stage)
+
+
+def _is_plain(sampler: RandomSampler) -> bool:
+    whole = len(sampler) == len(sampler.data_source)
+    return type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement and whole

@@ -1,6 +1,6 @@
 """A training script as a user would write it; run in its own processes by the launcher tests.
 
-    python -m tests.support.script STRATEGY DEVICES OUT [kill]
+python -m tests.support.script STRATEGY DEVICES OUT [kill]
 """
 
 from __future__ import annotations
