@@ -17,7 +17,8 @@ class SchedulerCallback(Callback):
     """Plans every batch, whatever loop it is in.
 
     :class:`~lightning_dcp.DCPStrategy` adds one if the trainer has none. Add one yourself to use a scheduler of your
-    own: an object with ``schedule(lengths) -> StepPlan``, or a function from the plane's size to one.
+    own: an object with ``schedule(lengths) -> StepPlan``, or a function from the plane's size to one. It decides alone:
+    the strategy's ``dynamic_context_parallel``, ``layout`` and ``cost_model`` are settings of the built-in schedulers.
 
     Args:
         scheduler: the scheduler; by default the strategy's (dynamic, or static with ``dynamic_context_parallel=False``).

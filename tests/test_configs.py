@@ -1,0 +1,44 @@
+"""Every configuration in `configs/` can be parsed, and describes what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def parse(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_dcp", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_configurations_are_parsed(config: Path) -> None:
+    done = parse("fit", "--config", str(config), "--print_config")
+    assert done.returncode == 0, done.stderr
+    parsed = yaml.safe_load(done.stdout)
+    assert parsed["trainer"]["strategy"]["class_path"] == "lightning_dcp.DCPStrategy"
+
+
+def test_there_are_configurations() -> None:
+    assert [path.name for path in CONFIGS] == ["demo_cpu.yaml", "text_files.yaml"]
+
+
+def test_an_unknown_option_is_an_error() -> None:
+    done = parse("fit", "--config", str(CONFIGS[0]), "--trainer.strategy.init_args.dynamic_cp=true", "--print_config")
+    assert done.returncode != 0
+    assert "dynamic_cp" in done.stderr
+
+
+def test_mistakes_end_with_a_message_and_no_traceback() -> None:
+    done = parse("fit", "--config", str(CONFIGS[0]), "--trainer.strategy.init_args.context_parallel_size=3")
+    assert done.returncode != 0
+    assert "context_parallel_size=3" in done.stderr
+    assert "use one of [1, 2, 4]" in done.stderr
+    assert "Traceback" not in done.stderr
