@@ -55,7 +55,7 @@ def run(dynamic: bool, options: argparse.Namespace) -> StepTimer:
             "dynamic_context_parallel": dynamic,
             "context_parallel_size": options.context_parallel_size,
             "max_seqlen_per_dp_cp_rank": options.max_seqlen_per_dp_cp_rank,
-            "cost_model": {"class_path": "lightning_dcp.schedule.CostModel", "init_args": {"attention": 4.2e-4}},
+            "cost_model": {"class_path": "lightning_dcp.schedule.CostModel", "init_args": {"attention": 8.7e-4}},
         },
     }
     overrides: dict[str, Any] = {
@@ -110,13 +110,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2, help="CPU ranks")
     parser.add_argument("--context-parallel-size", type=int, default=2, help="CP size of the static runs")
-    parser.add_argument("--steps", type=int, default=15, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run")
     parser.add_argument("--warmup", type=int, default=3, help="first steps of each run that do not count")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each kind")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--max-length", type=int, default=4096, help="longer files are cut, tokens")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--max-length", type=int, default=512, help="longer files are cut, tokens")
     parser.add_argument(
-        "--max-seqlen-per-dp-cp-rank", type=int, default=4096, help="limit of both kinds of runs, tokens"
+        "--max-seqlen-per-dp-cp-rank", type=int, default=512, help="limit of both kinds of runs, tokens"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)

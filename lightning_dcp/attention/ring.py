@@ -85,6 +85,12 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        # Attention modes that are on for the sake of checkpointing need not see each small operation in here.
+        with torch._C.DisableTorchFunction():
+            return (*_RingAttention._gradients(ctx, *grads), None, None, None)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = ctx.saved_tensors
         context: CPContext = ctx.context
         wide = lse.dtype
@@ -110,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
                 held = transfer.wait()
             holder = previous
         dk, dv = held_grads if incoming is None else incoming.wait()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _join(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor, *, first: bool) -> None:

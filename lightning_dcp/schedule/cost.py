@@ -1,4 +1,4 @@
-"""What a sample costs: a linear part (projections, feed-forward, head) and a quadratic one (attention)."""
+"""What a sample costs: a linear part, a quadratic one (attention), and what it takes to cut it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CostModel:
-    """Time of one sample of L tokens on one rank, forward and backward: ``linear * L + attention * L^2``.
+    """Time of one sample of L tokens on c ranks, forward and backward.
 
-    Only ratios matter to the scheduler. In a decoder of hidden size h, one layer spends about 24 h^2 FLOP a token on
-    matrix products and 2 h L on causal attention (2 products of 2 h L / 2), so both are equal at L = 12 h; the default,
-    36,000 tokens, is what FlexSP (ASPLOS'25) measured for a 7B model.
+    ``(linear * L + attention * L^2) / c + hop * (c - 1)``. Only ratios matter to the scheduler, so with ``linear = 1``
+    everything is counted in tokens.
+
+    In a decoder of hidden size h, one layer spends about 24 h^2 FLOP a token on matrix products and 2 h L on causal
+    attention (2 products of 2 h L / 2), so both are equal at L = 12 h; the default, 36,000 tokens, is what FlexSP
+    (ASPLOS'25) measured for a 7B model.
 
     Attributes:
         linear: seconds a token.
         attention: seconds a token^2.
+        hop: seconds that one more rank in the ring costs each of them: transfers that compute does not hide, waiting,
+            and shorter blocks. The default is the time of 256 tokens.
     """
 
     linear: float = 1.0
     attention: float = 1.0 / 36_000
+    hop: float = 256.0
 
-    def sample(self, length: int) -> float:
-        """Time of one sample on one rank."""
-        return self.linear * length + self.attention * length * length
+    def sample(self, length: int, cp_size: int = 1) -> float:
+        """Time of one sample on each rank of a group."""
+        return (self.linear * length + self.attention * length * length) / cp_size + self.hop * (cp_size - 1)

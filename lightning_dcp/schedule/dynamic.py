@@ -11,11 +11,13 @@ from lightning_dcp.schedule.static import pack_in_order
 
 Blocks = dict[tuple[int, int], list[int]]
 """Samples of each block ``(first_rank, cp_size)``."""
+Placement = tuple[list[float], Blocks]
+"""When each rank is done, and what it does."""
 
-TOLERATED_IMBALANCE = 0.05
-"""How far the slowest rank may be over the even step before smaller shares are tried."""
-TARGET_HALVINGS = tuple(step / 2 for step in range(17))
-"""Targets to try, as halvings of the even step: down to a 256th of it."""
+TOLERANCE = 0.01
+"""How much faster a plan must be for its smaller shares to be worth it."""
+TRIES = 64
+"""How often a sample of the slowest rank is cut further."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,9 @@ class DynamicScheduler:
     1. The target is the time of a perfectly even step: all work over all ranks.
     2. Each sample gets the smallest size that fits it and keeps its own time within the target.
     3. Largest groups first, longest sample first, each goes to the aligned block that is free earliest.
-    4. Where that leaves the slowest rank well over the even step, 2 and 3 are tried again with lower targets: few
-       samples of about the target's size do not share out evenly over ranks, halves of them do better.
+    4. Cutting only what does not fit is tried as well. Then the longest sample of the slowest rank is cut
+       further, again and again: few samples of about the target's size do not share out evenly over ranks, and halves of
+       them do better. The fastest placement is taken, or an earlier one as fast.
     5. The samples of a block are packed, in the batch's order, up to the token limit.
 
     Attributes:
@@ -62,31 +65,44 @@ class DynamicScheduler:
         return plan
 
     def _balance(self, lengths: Sequence[int]) -> Blocks:
-        """The highest target whose slowest rank is near the even step, or else the target whose slowest is fastest."""
-        even = sum(self.cost.sample(n) for n in lengths) / self.ranks
-        tried: list[tuple[float, Blocks]] = []
-        for halvings in TARGET_HALVINGS:
-            sizes = [self._size(n, even / 2**halvings) for n in lengths]
+        """Samples of each block; cut no further than makes the slowest rank faster."""
+        target = sum(self.cost.sample(n) for n in lengths) / self.ranks
+        uncut = [self._size(n, float("inf")) for n in lengths]
+        sizes = [self._size(n, target) for n in lengths]
+        tried = [self._place(lengths, uncut), self._place(lengths, sizes)]
+        for _ in range(TRIES):
+            longest = self._longest_of_slowest(lengths, sizes, tried[-1])
+            larger = [c for c in divisors(self.ranks) if sizes[longest] < c <= lengths[longest]]
+            if not larger:
+                break
+            sizes[longest] = larger[0]
             tried.append(self._place(lengths, sizes))
-            if tried[-1][0] <= even * (1 + TOLERATED_IMBALANCE):
-                return tried[-1][1]
-        return min(tried, key=lambda option: option[0])[1]
+        fastest = min(max(busy) for busy, _ in tried)
+        return next(blocks for busy, blocks in tried if max(busy) <= fastest * (1 + TOLERANCE))
+
+    def _longest_of_slowest(self, lengths: Sequence[int], sizes: Sequence[int], placed: Placement) -> int:
+        """The sample that takes longest on the rank that is done last."""
+        busy, blocks = placed
+        slowest = busy.index(max(busy))
+        own = [s for (first, c), share in blocks.items() if first <= slowest < first + c for s in share]
+        return max(own, key=lambda s: (self.cost.sample(lengths[s], sizes[s]), -s))
 
     def _size(self, length: int, target: float) -> int:
         """The smallest size that holds the sample and keeps it within the target; never more ranks than tokens."""
         fitting = [c for c in divisors(self.ranks) if c * self.max_seqlen_per_dp_cp_rank >= length]
         useful = [c for c in fitting if c <= length] or fitting[:1]
-        return next((c for c in useful if self.cost.sample(length) / c <= target), useful[-1])
+        within = next((c for c in useful if self.cost.sample(length, c) <= target), None)
+        return within or min(useful, key=lambda c: (self.cost.sample(length, c), c))
 
-    def _place(self, lengths: Sequence[int], sizes: Sequence[int]) -> tuple[float, Blocks]:
-        """When the slowest rank is done, and the samples of each block, largest blocks first, as they will run."""
+    def _place(self, lengths: Sequence[int], sizes: Sequence[int]) -> Placement:
+        """When each rank is done, and the samples of each block, largest blocks first, as they will run."""
         busy_until = [0.0] * self.ranks
         blocks: Blocks = {}
         for sample in sorted(range(len(lengths)), key=lambda s: (-sizes[s], -lengths[s], s)):
             c = sizes[sample]
             firsts = range(0, self.ranks, c)
             first = min(firsts, key=lambda f: (max(busy_until[f : f + c]), f))
-            done = max(busy_until[first : first + c]) + self.cost.sample(lengths[sample]) / c
+            done = max(busy_until[first : first + c]) + self.cost.sample(lengths[sample], c)
             busy_until[first : first + c] = [done] * c
             blocks.setdefault((first, c), []).append(sample)
-        return max(busy_until), blocks
+        return busy_until, blocks

@@ -67,8 +67,10 @@ def lognormal_lengths(seed, ranks, limit):
 
 
 def seconds_of(plan, pack, cost):
-    """The time of a pack by the cost model's definition, shared evenly by its ranks."""
-    return sum(cost.linear * n + cost.attention * n**2 for n in (plan.lengths[s] for s in pack.samples)) / pack.cp_size
+    """The time of a pack by the cost model's definition: shared by its ranks, and a cut costs each of them."""
+    lengths = [plan.lengths[s] for s in pack.samples]
+    work = sum(cost.linear * n + cost.attention * n**2 for n in lengths)
+    return work / pack.cp_size + len(lengths) * cost.hop * (pack.cp_size - 1)
 
 
 def makespan(plan, cost):
