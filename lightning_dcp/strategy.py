@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -222,6 +223,8 @@ class DCPStrategy(DDPStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+        # Logged values are joined over all ranks already (lightning_dcp.step.logs), which Lightning cannot know.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
         rank_zero_info(self.describe())
 
     def _default_scheduler(self) -> Scheduler:

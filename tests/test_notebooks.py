@@ -21,7 +21,9 @@ def test_notebooks_run(notebook: Path, tmp_path: Path) -> None:
     script.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
     command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Traceback" not in done.stdout + done.stderr
     assert "loss after 5 steps:" in done.stdout

@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
@@ -61,13 +60,13 @@ class RunSummary(Callback):
         skip = self.warmup_steps if len(self.seconds) > self.warmup_steps else 0
         return sum(self.tokens[skip:]) / max(sum(self.seconds[skip:]), 1e-9)
 
-    @rank_zero_only
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table."""
-        if self.seconds:
-            Console().print(self._table(trainer))
+        """Print the table, on one rank."""
+        folder = trainer.log_dir or trainer.default_root_dir  # asks all ranks, so it is read on all
+        if self.seconds and trainer.is_global_zero:
+            Console().print(self._table(trainer, folder))
 
-    def _table(self, trainer: Trainer) -> Table:
+    def _table(self, trainer: Trainer, folder: str) -> Table:
         skip = self.warmup_steps if len(self.seconds) > self.warmup_steps else 0
         table = Table(title="Training with context parallelism", show_header=False)
         sizes = ", ".join(f"CP {size}: {count}" for size, count in sorted(self.packs_by_size.items()))
@@ -84,6 +83,7 @@ class RunSummary(Callback):
         validation = trainer.callback_metrics.get(self.validation_metric)
         if validation is not None:
             rows["validation loss"] = f"{float(validation):.4f}"
+        rows["logs and checkpoints in"] = folder
         for name, value in rows.items():
             table.add_row(name, value)
         return table
