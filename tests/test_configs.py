@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
+
+from lightning_dcp.data import PythonLibraryDataModule
+from lightning_dcp.parallel.layout import zigzag
+from lightning_dcp.schedule import CostModel, DynamicScheduler
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -24,6 +29,27 @@ def test_configurations_are_parsed(config: Path) -> None:
     assert done.returncode == 0, done.stderr
     parsed = yaml.safe_load(done.stdout)
     assert parsed["trainer"]["strategy"]["class_path"] == "lightning_dcp.DCPStrategy"
+
+
+def test_the_demo_uses_every_cp_size_within_its_limit() -> None:
+    """Planned as the run plans it: the demo's batches, its scheduler settings, its four ranks."""
+    config = yaml.safe_load(CONFIGS[0].read_text())
+    strategy, data = config["trainer"]["strategy"]["init_args"], config["data"]["init_args"]
+    module = PythonLibraryDataModule(**data)
+    module.setup("fit")
+    loader = module.train_dataloader()
+    cost = CostModel(**strategy["cost_model"]["init_args"])
+    scheduler = DynamicScheduler(config["trainer"]["devices"], strategy["max_seqlen_per_dp_cp_rank"], cost)
+    lengths = loader.dataset.lengths
+    sizes = Counter()
+    for _, batch in zip(range(config["trainer"]["max_steps"]), loader.batch_sampler, strict=False):
+        plan = scheduler.schedule([lengths[i] for i in batch])
+        for pack in plan.packs():
+            sizes[pack.cp_size] += 1
+            layout = zigzag([plan.lengths[s] for s in pack.samples], pack.cp_size)
+            held = [layout.tokens(rank) for rank in range(pack.cp_size)]
+            assert max(held) <= strategy["max_seqlen_per_dp_cp_rank"]
+    assert set(sizes) == {1, 2, 4}
 
 
 def test_there_are_configurations() -> None:

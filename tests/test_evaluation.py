@@ -157,6 +157,24 @@ def test_samples_do_not_leak_into_each_other(ranks: RankPool, world: int, cp_siz
     assert all(ranks.run(leak, world, fmt, world, False, cp_size))
 
 
+def outputs_of(cp_size: int) -> Tensor:
+    """Logits of documents of 7, 5, 1 and 13 tokens, at one CP size."""
+    run = trainer(strategy=STATIC | {"context_parallel_size": cp_size, "max_seqlen_per_dp_cp_rank": 64})
+    logits: Tensor = run.predict(TinyModule(), loader((7, 5, 1, 13), 4))[0]
+    return logits
+
+
+def test_outputs_are_those_of_one_rank_with_zeros_for_padding_and_repeat_bit_for_bit(ranks: RankPool) -> None:
+    alone = ranks.run(outputs_of, 1, 1)[0]
+    for size in (2, 4):
+        first, second = (ranks.run(outputs_of, size, size)[0] for _ in range(2))
+        torch.testing.assert_close(first, alone, rtol=1e-9, atol=1e-9)
+        assert torch.equal(first, second)
+        for row, length in enumerate((7, 5, 1, 13)):
+            assert not first[row, length:].any()
+            assert first[row, :length].all()
+
+
 def steps_agree() -> tuple[float, float]:
     module = TinyModule(lr=0.0)
     run = trainer(strategy={"max_seqlen_per_dp_cp_rank": 16}, num_sanity_val_steps=1, limit_train_batches=1)

@@ -51,6 +51,19 @@ def test_wrong_arguments_are_listed_together() -> None:
         assert asked in str(caught.value)
 
 
+def test_the_sizes_in_force_are_printed(ranks: RankPool) -> None:
+    text = ranks.run(described, 4)[0]
+    assert "dynamic, sizes 1, 2, 4 on a plane of 4 rank(s) (world 4 / TP 1 / PP 1)" in text
+    assert "at most 16 tokens a rank, 64 a sample" in text
+    assert "regions: model" in text
+
+
+def described() -> str:
+    run = trainer(strategy={"max_seqlen_per_dp_cp_rank": 16})
+    run.fit(TinyModule(), loader((5, 3), 2))
+    return run.strategy.describe()
+
+
 def test_unknown_options_are_errors() -> None:
     with pytest.raises(TypeError, match="contxt_parallel_size"):
         DCPStrategy(contxt_parallel_size=2)  # type: ignore[call-arg]
