@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 from torch import Tensor
 
+from lightning_dcp import DCPError
 from tests.support.ranks import RankPool
 from tests.support.training import TinyModule, loader, trainer
 
@@ -64,3 +66,27 @@ def test_a_killed_rank_is_named_by_the_others(ranks: RankPool, rank: int) -> Non
         if other != rank:
             assert f"PeerFailureError: rank {rank} failed" in text or "process ended: 1" in text
     assert any("PeerFailureError" in text for _, text in outcomes)
+
+
+def fail_then_train() -> float:
+    """All ranks are refused, mend it, and train with a new trainer in the same processes."""
+    with pytest.raises(DCPError):
+        trainer(strategy={"max_seqlen_per_dp_cp_rank": 1}).fit(TinyModule(lr=0.1), loader(LENGTHS, 4))
+    run = trainer(strategy={"max_seqlen_per_dp_cp_rank": 8}, callbacks=[SlowEnd()])
+    run.fit(TinyModule(lr=0.1), loader(LENGTHS, 4))
+    return float(run.callback_metrics["train_loss_step"])
+
+
+class SlowEnd(L.Callback):
+    """One rank has much to do after training, longer than it takes to count as dead."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        watchdog = trainer.strategy._watchdog
+        watchdog.stale_after = watchdog.grace = 2.0
+        if trainer.global_rank == 1:
+            time.sleep(6)
+
+
+def test_a_refused_run_and_a_slow_end_harm_no_later_run(ranks: RankPool) -> None:
+    losses = ranks.run(fail_then_train, 4)
+    assert len(set(losses)) == 1

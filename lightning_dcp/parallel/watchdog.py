@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_dcp.errors import PeerFailureError
 
-_FAILURE = "dcp/failure"
+_FAILURE = "failure"
 _NETWORK_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 
@@ -47,21 +47,30 @@ class Watchdog:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.interval, self.stale_after, self.grace = interval, stale_after, grace
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # its own connection: the main thread may block on the other
+        # A connection of its own, as the main thread may block on the other; and names of its own, as an earlier run in
+        # these processes may have left a failure behind. All ranks have made equally many watchdogs.
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"dcp/{own.add(f'dcp/runs/{rank}', 1)}", own)
         self._failure: str | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to watch. Collective: signs of life start when all ranks have."""
-        self._store.set(f"dcp/process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         self._sign_of_life()
         dist.barrier()
         self._thread = threading.Thread(target=self._watch, name="dcp-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching, at the end of a run."""
+        """Stop watching, at the end of a run. Collective, unless this rank has reported a failure.
+
+        No rank stops before all are done: the store would go with the rank that holds it.
+        """
+        if not self._stop.is_set():
+            with self.naming_failures():
+                dist.barrier()
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * self.interval)
@@ -106,7 +115,7 @@ class Watchdog:
         while not self._stop.wait(self.interval):
             try:
                 self._sign_of_life()
-                sign = self._store.get(f"dcp/alive/{watched}")
+                sign = self._store.get(f"alive/{watched}")
                 failure = self._read_failure()
             except (RuntimeError, OSError):
                 failure, sign = "rank 0 failed: its process, which held the store of all ranks, is gone", b"gone"
@@ -127,7 +136,7 @@ class Watchdog:
             os._exit(1)
 
     def _sign_of_life(self) -> None:
-        self._store.set(f"dcp/alive/{self.rank}", str(time.time_ns()))
+        self._store.set(f"alive/{self.rank}", str(time.time_ns()))
 
     def _record(self, failure: str) -> None:
         """Keep the first failure that any rank told of."""
@@ -146,7 +155,7 @@ class Watchdog:
         """A rank on this host whose process is gone, if there is one."""
         for rank in range(self.world_size):
             try:
-                host, pid = self._store.get(f"dcp/process/{rank}").decode().split()
+                host, pid = self._store.get(f"process/{rank}").decode().split()
             except (RuntimeError, OSError):
                 return None
             if host == socket.gethostname() and not _is_alive(int(pid)):
