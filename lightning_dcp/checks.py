@@ -39,6 +39,8 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
         value = getattr(strategy, name)
         if value not in allowed:
             problems.append(Problem(f"{name}={value!r}", "an unknown value", f"use one of {list(allowed)}"))
+    if strategy.region_names == []:
+        problems.append(Problem("regions=[]", "no region at all", "leave regions out, or name one"))
     return problems
 
 
@@ -156,7 +158,7 @@ def loader_problems(dataloader: object) -> list[Problem]:
         Problem(
             f"a DistributedSampler over {n} replicas",
             "a strategy under which every rank reads the same batch and the scheduler cuts it",
-            "leave the sampler out (Lightning adds the right one), or use DistributedSampler(num_replicas=1, rank=0)",
+            "leave the sampler out, or use DistributedSampler(num_replicas=1, rank=0)",
         )
         for n in sorted(replicas)
     ]

@@ -1,4 +1,8 @@
-"""A ready LightningModule for next-token training; ordinary Lightning code that runs under any strategy."""
+"""A ready LightningModule for next-token training; ordinary Lightning code.
+
+With padded batches it runs under any strategy. Packed batches, the default of the data modules, need DCPStrategy: plain
+attention knows no borders between samples.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -29,13 +30,14 @@ from lightning_dcp import checks
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
 from lightning_dcp.data.resumable import ResumableLoader
 from lightning_dcp.data.seeded import with_seeded_order
-from lightning_dcp.errors import raise_problems
+from lightning_dcp.errors import BatchError, raise_problems
 from lightning_dcp.launcher import DCPSubprocessLauncher
 from lightning_dcp.loss.weighting import LossNormalization, backward_scale
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.gradients import all_reduce_gradients
 from lightning_dcp.parallel.groups import ParallelGroups, initialize_groups
+from lightning_dcp.parallel.randomness import seed_of
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import CostModel, DynamicScheduler, Scheduler, StaticScheduler
@@ -127,8 +129,10 @@ class DCPStrategy(DDPStrategy):
         self._groups: ParallelGroups | None = None
         self._regions: Regions | None = None
         self._scheduler: Scheduler | None = None
+        self._callback: SchedulerCallback | None = None
         self._watchdog: Watchdog | None = None
         self._stash: list[Tensor | None] | None = None
+        self._running_packs = False
         raise_problems(checks.argument_problems(self))
 
     # ---------------------------------------------------------------- set-up
@@ -160,8 +164,9 @@ class DCPStrategy(DDPStrategy):
     @property
     def callback(self) -> SchedulerCallback:
         """The callback that owns the scheduler."""
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        return next(callback for callback in callbacks if isinstance(callback, SchedulerCallback))
+        if self._callback is None:
+            raise RuntimeError("the scheduler callback is connected when a run starts")
+        return self._callback
 
     @property
     def _module(self) -> LightningModule:
@@ -189,8 +194,13 @@ class DCPStrategy(DDPStrategy):
         """Connect the module; add the scheduler callback unless the user has."""
         super().connect(model)
         callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, SchedulerCallback) for callback in callbacks):
-            callbacks.insert(0, SchedulerCallback())
+        found = next((callback for callback in callbacks if isinstance(callback, SchedulerCallback)), None)
+        if found is None:
+            found = SchedulerCallback()
+        elif found in callbacks:
+            callbacks.remove(found)
+        callbacks.insert(0, found)  # first, so that its on_exception comes before callbacks that save checkpoints
+        self._callback = found
         # Every rank reads every batch, so there is nothing to distribute; Lightning's sampler would also shuffle
         # training data that the user did not ask to shuffle.
         model.trainer._accelerator_connector.use_distributed_sampler = False
@@ -258,7 +268,7 @@ class DCPStrategy(DDPStrategy):
 
     # ------------------------------------------------------------- each batch
 
-    def schedule(self, batch: Any) -> ScheduledBatch:
+    def schedule(self, batch: Any, batch_idx: int) -> ScheduledBatch:
         """Plan a batch; called by the scheduler callback."""
         if self._scheduler is None:
             raise RuntimeError("the scheduler is made when a run starts")
@@ -270,6 +280,12 @@ class DCPStrategy(DDPStrategy):
                 normalization=self.loss_normalization,
                 device=self.root_device,
                 clock=self.clock,
+                seed=seed_of(
+                    os.environ.get("PL_GLOBAL_SEED"),
+                    str(self._trainer.state.stage),
+                    self._trainer.global_step,
+                    batch_idx,
+                ),
             )
 
     def training_step(self, batch: Any, *args: Any) -> Any:
@@ -313,9 +329,37 @@ class DCPStrategy(DDPStrategy):
             with precision():
                 return getattr(self._module, name)(pack, *args)
 
-        with self._naming_failures():
-            self.callback.result = run_packs(scheduled, self._module, self.regions, step, after)
+        self._running_packs = True
+        try:
+            with self._naming_failures():
+                self.callback.result = run_packs(scheduled, self._module, self.regions, step, after)
+        except StopIteration as error:  # Lightning would take it for the end of the epoch
+            raise RuntimeError(f"StopIteration inside {name}") from error
+        finally:
+            self._running_packs = False
         return self.callback.result.output
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As in Lightning; not inside a step."""
+        self._refuse_in_step("all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As in Lightning; not inside a step."""
+        self._refuse_in_step("reduce")
+        return super().reduce(tensor, group, reduce_op)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As in Lightning; not inside a step."""
+        self._refuse_in_step("barrier")
+        super().barrier(*args, **kwargs)
+
+    def _refuse_in_step(self, name: str) -> None:
+        if self._running_packs and self.world_size > 1:
+            raise BatchError(
+                f"{name} inside a step: ranks run different numbers of packs of a batch and would wait for each other for "
+                "ever. Log values with self.log (they are joined over ranks), or call it in a hook outside the step."
+            )
 
     # ------------------------------------------------------------ gradients
 
@@ -353,11 +397,10 @@ class DCPStrategy(DDPStrategy):
     def _naming_failures(self) -> AbstractContextManager[None]:
         return nullcontext() if self._watchdog is None else self._watchdog.naming_failures()
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one ends."""
+    def report_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one ends; called by the scheduler callback, before callbacks that wait for them."""
         if self._watchdog is not None:
             self._watchdog.report(exception)
-        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Give the module its own ``forward`` back."""

@@ -10,7 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "--trainer.devices=2",
-    "--trainer.strategy.init_args.context_parallel_size=2",
     "--trainer.enable_progress_bar=false",
     "--data.init_args.max_length=200",
     "--data.init_args.limit=40",

@@ -106,7 +106,7 @@ class Sums(PaperModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = (self.model(batch["values"]) * batch["attention_mask"]).sum()
-        self.log("loss", loss)
+        self.log("loss", loss, reduce_fx="sum")
         return loss
 
 

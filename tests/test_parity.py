@@ -6,9 +6,13 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from lightning_dcp import next_token_loss
 from tests.support.ranks import RankPool
-from tests.support.training import assert_same, fit
+from tests.support.training import VOCAB, Recorder, TinyModule, assert_same, fit, loader, trainer
 
 # Three batches of six. At 16 tokens a rank, 60 needs four ranks of four, 30 needs two, 7 needs one.
 LENGTHS = (60, 3, 30, 7, 1, 12, 5, 29, 2, 61, 16, 9, 13, 40, 4, 4, 8, 30)
@@ -106,3 +110,51 @@ def test_static_uses_only_the_given_size(ranks: RankPool) -> None:
 def test_gradients_are_reduced_once_an_optimizer_step(ranks: RankPool, accumulate: int, expected: int) -> None:
     result = many(ranks, 2, accumulate_grad_batches=accumulate)[0]
     assert result["reductions"] == len(result["gradients"]) == expected
+
+
+class Chained(TinyModule):
+    """Two regions, one behind the other, and a head outside both."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        torch.manual_seed(3)
+        self.first, self.second = Mixer(), Mixer()
+        self.embedding, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        del self.model
+
+    def model_output(self, ids: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.embedding(ids)) * 1.5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = next_token_loss(self.model_output(batch["input_ids"]), batch)
+        self.log("train_loss", loss)
+        return loss
+
+
+class Mixer(nn.Module):
+    """One causal attention layer without positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, dim=-1))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+
+
+def fit_chained(strategy: dict[str, Any] | None) -> dict[str, Any]:
+    recorder, module = Recorder(), Chained()
+    run = trainer(strategy=strategy, callbacks=[recorder])
+    run.fit(module, loader(LENGTHS, 6))
+    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    return {"losses": recorder.losses, "gradients": recorder.gradients, "weights": weights, "logged": logged}
+
+
+@pytest.mark.parametrize("world", [2, 4, 6])
+def test_regions_behind_each_other(ranks: RankPool, world: int) -> None:
+    expected = ranks.run(fit_chained, 1, None)[0]
+    strategy = {"max_seqlen_per_dp_cp_rank": LIMIT[world], "regions": ["first", "second"]}
+    for result in ranks.run(fit_chained, world, strategy):
+        assert_same(result, expected, 1e-9)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanMetric
 
 from lightning_dcp import ConfigurationError, DCPStrategy, Decoder, SchedulerCallback, StaticScheduler, StepPlan
 from lightning_dcp.errors import (
@@ -24,6 +25,7 @@ from lightning_dcp.errors import (
     RegionError,
     UnsupportedAttentionError,
 )
+from lightning_dcp.schedule import CostModel
 from tests.support.ranks import RankPool
 from tests.support.training import VOCAB, RaggedTokens, TinyModule, loader, trainer
 
@@ -214,6 +216,9 @@ class Attending(nn.Module):
         x = self.embedding(input_ids).unsqueeze(1)
         if self.kind == "bidirectional":
             return F.scaled_dot_product_attention(x, x, x).squeeze(1)
+        if self.kind == "by hand":
+            scores = (x @ x.transpose(-1, -2)).masked_fill(torch.ones(x.shape[2], x.shape[2]).triu(1).bool(), -1e9)
+            return (scores.softmax(-1) @ x).squeeze(1)
         if self.kind == "mask":
             return F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(x.shape[2], x.shape[2]).bool()).squeeze(
                 1
@@ -242,12 +247,74 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "word"),
-    [("bidirectional", "is_causal is not True"), ("mask", "attn_mask is given"), ("drop", "dropout_p=0.1")],
+    [
+        ("by hand", "softmax over tokens"),
+        ("bidirectional", "is_causal is not True"),
+        ("mask", "attn_mask is given"),
+        ("drop", "dropout_p=0.1"),
+    ],
 )
 def test_other_attention_is_refused_by_the_name_of_its_layer(ranks: RankPool, kind: str, word: str) -> None:
     text = refusal(ranks, partial(Attends, kind), partial(loader, (5, 3), 2))
     assert "UnsupportedAttentionError: layer 'net.inner'" in text
     assert word in text
+
+
+class Beside(TinyModule):
+    """Calls a part of its model instead of the model."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model.embedding(batch["input_ids"]).sum()
+
+
+def test_a_step_beside_its_region_is_refused(ranks: RankPool) -> None:
+    text = refusal(ranks, Beside, partial(loader, (5, 3), 2))
+    assert "RegionError: the step of Beside called none of its context-parallel regions ['model']" in text
+
+
+class Gathers(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.all_gather(loss)
+        return loss
+
+
+class Computes(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach())
+        self.mean.compute()
+        return loss
+
+
+class LogsMetric(Computes):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = TinyModule.training_step(self, batch, batch_idx)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Gathers, "all_gather inside a step"),
+        (Computes, "computed over all ranks inside a step"),
+        (LogsMetric, "a metric object has no value for one batch"),
+    ],
+)
+def test_steps_that_would_wait_for_each_other_are_refused(ranks: RankPool, module: Any, words: str) -> None:
+    assert words in refusal(ranks, module, partial(loader, (5, 3, 9), 3), {"max_seqlen_per_dp_cp_rank": 9}, world=2)
+
+
+@pytest.mark.parametrize("cost", [{"linear": -1.0}, {"attention": float("nan")}, {"linear": 0.0, "attention": 0.0}])
+def test_cost_models_without_sense_are_refused(cost: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError):
+        CostModel(**cost)
 
 
 class NoneLoss(TinyModule):

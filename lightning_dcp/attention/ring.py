@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_dcp.attention.exchange import start_hop
 from lightning_dcp.attention.kernels import Kernel, Rows, choose_kernel
@@ -84,6 +85,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         # Attention modes that are on for the sake of checkpointing need not see each small operation in here.
         with torch._C.DisableTorchFunction():

@@ -18,6 +18,19 @@ from lightning_dcp.parallel.context import CPContext
 _BACKWARDS = (Tensor.backward, torch.autograd.backward)
 
 
+_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+_MIXING = {F.conv1d, F.conv2d, torch.conv1d, torch.conv2d, torch.roll, Tensor.roll, torch.cumsum, Tensor.cumsum}
+"""Functions that mix neighbouring tokens, and those by which attention is written by hand."""
+
+
+def _is_attention(context: CPContext, args: Sequence[Any]) -> bool:
+    """Whether a softmax is over square scores of the local tokens: attention by hand."""
+    tokens, scores = context.num_local_tokens, args[0] if args else None
+    return (
+        isinstance(scores, Tensor) and scores.dim() > 2 and tuple(scores.shape[-2:]) == (tokens, tokens) and tokens > 1
+    )
+
+
 class ContextParallelAttention(TorchFunctionMode):
     """While active, causal ``scaled_dot_product_attention`` runs over the CP group of one context.
 
@@ -45,6 +58,12 @@ class ContextParallelAttention(TorchFunctionMode):
             raise UnsupportedAttentionError(
                 "multi_head_attention_forward inside a context-parallel region: its attention cannot run over a CP "
                 "group. Call scaled_dot_product_attention instead, or keep this layer out of the region."
+            )
+        if func in _MIXING or (func in _SOFTMAX and _is_attention(self.context, args)):
+            raise UnsupportedAttentionError(
+                f"{getattr(func, '__name__', func)} over tokens inside a context-parallel region, where a rank holds only "
+                "a part of them. Attend by scaled_dot_product_attention(..., is_causal=True), or keep this layer out of "
+                "the region."
             )
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))

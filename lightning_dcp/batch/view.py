@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -72,17 +73,27 @@ class BatchView(ABC):
         classifiers and reward models have) is one target.
 
         Raises:
-            BatchError: both ``labels`` and ``shift_labels``, or one of these fields is not per-token.
+            BatchError: more than one of these fields, one that is not per-token, or a mask with other values than 0 and 1.
         """
         if "labels" in self.batch and self._per_sample(self.batch["labels"]):
             return tuple((self.batch["labels"] != IGNORE_INDEX).long().tolist())
         for name in ("labels", "shift_labels", "loss_mask"):
             if name in self.batch:
                 self._check_targets(name, self.batch[name])
-        if "labels" in self.batch or "shift_labels" in self.batch:
+        labelled = "labels" in self.batch or "shift_labels" in self.batch
+        if labelled and "loss_mask" in self.batch:
+            raise BatchError(
+                "a batch has labels and a loss_mask: it is not known which of them the loss is a mean over. Put -100 into "
+                "the labels where the mask is 0 and leave the mask out, or use loss_normalization='samples' or 'sum'"
+            )
+        if labelled:
             return tuple(self._token_counts(shifted_labels(self.batch) != IGNORE_INDEX).tolist())
         if "loss_mask" in self.batch:
-            return tuple(self._token_counts(self.batch["loss_mask"] != 0).tolist())
+            mask = self.batch["loss_mask"]
+            plain = mask.values() if mask.is_nested else mask
+            if bool(((plain != 0) & (plain != 1)).any()):
+                raise BatchError("loss_mask holds values other than 0 and 1: use loss_normalization='samples' or 'sum'")
+            return tuple(self._token_counts(mask != 0).tolist())
         return tuple(max(length - 1, 0) for length in self.lengths)
 
     def _per_sample(self, value: object) -> bool:
@@ -93,12 +104,13 @@ class BatchView(ABC):
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise BatchError(f"{name} must hold one entry a token, {self.shape_name}; found {found}")
 
-    def fingerprint(self) -> Tensor:
-        """The batch's first token field on the CPU: equal on ranks that read the same batch."""
-        return self.flatten(self._primary()).detach().cpu()
-
-    def _primary(self) -> Tensor:
-        return self.batch["input_ids"] if "input_ids" in self.batch else next(iter(_tensors(self.batch)))
+    def fingerprint(self) -> int:
+        """A checksum over all tensors of the batch: equal on ranks that read the same batch."""
+        checksum = 0
+        for value in _tensors(self.batch):
+            plain = (value.values() if value.is_nested else value).detach().cpu().contiguous()
+            checksum = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+        return checksum
 
 
 def _tensors(batch: PackedBatch | Mapping[str, Any]) -> list[Tensor]:
@@ -189,10 +201,6 @@ class JaggedView(BatchView):
 
     def _primary_jagged(self) -> Tensor:
         return next(value for value in self.batch.values() if is_jagged(value))
-
-    def _primary(self) -> Tensor:
-        ids = self.batch.get("input_ids")
-        return ids if is_jagged(ids) else self._primary_jagged()
 
     def select(self, indices: Sequence[int]) -> dict[str, Any]:  # noqa: D102
         rows = torch.tensor(list(indices), device=self._offsets.device)

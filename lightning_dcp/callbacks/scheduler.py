@@ -56,26 +56,31 @@ class SchedulerCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan a training batch."""
-        self._plan(trainer, batch)
+        self._plan(trainer, batch, batch_idx)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Plan a validation batch."""
-        self._plan(trainer, batch)
+        self._plan(trainer, batch, batch_idx)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Plan a test batch."""
-        self._plan(trainer, batch)
+        self._plan(trainer, batch, batch_idx)
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Plan a batch to predict."""
-        self._plan(trainer, batch)
+        self._plan(trainer, batch, batch_idx)
 
-    def _plan(self, trainer: Trainer, batch: Any) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Tell the other ranks why this one ends."""
         strategy: Any = trainer.strategy
-        self.scheduled = strategy.schedule(batch)
+        strategy.report_failure(exception)
+
+    def _plan(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        strategy: Any = trainer.strategy
+        self.scheduled = strategy.schedule(batch, batch_idx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
+from lightning_dcp.errors import ConfigurationError, Problem
 
 
 class RunSummary(Callback):
@@ -34,6 +36,22 @@ class RunSummary(Callback):
         self.busy: list[float] = []
         self._start = 0.0
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew; refuse to run under a strategy that makes no plans."""
+        if not any(isinstance(c, SchedulerCallback) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                [
+                    Problem(
+                        "a RunSummary among the trainer's callbacks",
+                        f"strategy {type(trainer.strategy).__name__}, which runs no packs",
+                        "use Trainer(strategy=DCPStrategy(...)), or leave the callback out",
+                    )
+                ]
+            )
+        for values in (self.losses, self.microbatches, self.tokens, self.seconds, self.busy):
+            values.clear()
+        self.packs_by_size.clear()
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
         self._start = time.perf_counter()
@@ -52,7 +70,8 @@ class RunSummary(Callback):
         self.microbatches.append(len(plan.microbatches))
         self.tokens.append(sum(plan.lengths))
         self.busy.append(sum(result.busy) / (len(result.busy) * result.seconds) if result.seconds else 0.0)
-        self.losses.append(float(outputs["loss"]))
+        output = result.output  # Lightning divides its own copy of the loss by accumulate_grad_batches
+        self.losses.append(float(output["loss"] if isinstance(output, Mapping) else output))
 
     @property
     def tokens_per_second(self) -> float:

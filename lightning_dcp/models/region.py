@@ -16,6 +16,7 @@ from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.batch.view import BatchView
 from lightning_dcp.errors import PlanError, RegionError, UnsupportedAttentionError
 from lightning_dcp.parallel.context import CPContext
+from lightning_dcp.parallel.randomness import seed_of, seeded
 from lightning_dcp.parallel.shard import gather, shard
 
 POSITIONS = "position_ids"
@@ -30,11 +31,13 @@ class ActivePack:
         view: the user's batch, cut down to this pack's samples.
         context: group and layout of the pack.
         max_tokens: the most tokens that a rank may hold.
+        seed: of the random numbers drawn inside regions, another one on each rank, as ranks hold different tokens.
     """
 
     view: BatchView
     context: CPContext
     max_tokens: int
+    seed: int = 0
 
 
 class Regions:
@@ -46,7 +49,7 @@ class Regions:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = dict(modules)
-        self.attention_calls = 0
+        self.calls = 0
         self._own_forwards: dict[str, Callable[..., Any] | None] = {}
         self._pack: ActivePack | None = None
 
@@ -88,16 +91,15 @@ class Regions:
                 f"{pack.context.num_local_tokens} tokens of a micro-batch on one rank; the limit is {pack.max_tokens}"
             )
         args, kwargs = _shard_arguments(name, forward, args, kwargs, pack)
-        attention = ContextParallelAttention(pack.context)
         self._pack = None  # a region inside this one sees local tokens already
         try:
-            with attention:
+            with ContextParallelAttention(pack.context), seeded(seed_of(pack.seed, self.calls), pack.context.device):
                 out = forward(*args, **kwargs)
         except UnsupportedAttentionError as error:
             raise UnsupportedAttentionError(f"{_layer_of(error, self.modules[name], name)}: {error}") from error
         finally:
             self._pack = pack
-            self.attention_calls += attention.calls
+            self.calls += 1
         return pytree.tree_map_with_path(partial(_gather_output, name, pack), out)
 
 

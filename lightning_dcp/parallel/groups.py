@@ -115,6 +115,10 @@ def _cp_groups(
         groups[size] = CPGroup(made[block], block)
     if len(own) > 1:
         groups[len(own)] = CPGroup(plane, own)
+    for group in groups.values():
+        if group.handle is not None:
+            # NCCL wants all members in a group's first operation, and a ring leaves out ranks without tokens.
+            dist.barrier(group=group.handle)
     return groups
 
 

@@ -5,7 +5,9 @@ group is its true gradient.** Each rank of the group computes the same loss from
 
 - the loss of a pack is scaled by 1/c before backward (:mod:`lightning_dcp.loss.weighting`): a parameter used outside
   the region gets 1/c of its gradient on each of the c ranks;
-- the gather's backward is a slice times c: inside the region each rank gets the whole gradient of its own tokens.
+- the gather's backward is a slice times c: inside the region each rank gets the whole gradient of its own tokens;
+- the shard's backward gathers these and divides by c: before the region each rank has 1/c of every gradient again, as
+  the gather of a region before it takes for granted.
 """
 
 from __future__ import annotations
@@ -15,18 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_dcp.parallel.context import CPContext
 
 
 def shard(packed: Tensor, context: CPContext) -> Tensor:
-    """This rank's tokens of a packed tensor: ``[T, ...]`` to ``[num_local_tokens, ...]``.
-
-    The backward scatters the gradients of these tokens and leaves 0 elsewhere: together, over the group, all of them.
-    """
+    """This rank's tokens of a packed tensor: ``[T, ...]`` to ``[num_local_tokens, ...]``."""
     if context.size == 1:
         return packed
-    return packed.index_select(0, context.pack_index)
+    return _Shard.apply(packed, context)
 
 
 def gather(local: Tensor, context: CPContext) -> Tensor:
@@ -36,22 +36,41 @@ def gather(local: Tensor, context: CPContext) -> Tensor:
     return _Gather.apply(local, context)
 
 
+class _Shard(torch.autograd.Function):
+    """A slice; backward: all ranks' gradients together, over c (see the module's docstring)."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, context: CPContext) -> Tensor:
+        ctx.context = context
+        return packed.index_select(0, context.pack_index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather(grads[0], ctx.context) / ctx.context.size, None
+
+
 class _Gather(torch.autograd.Function):
     """All-gather of unequal shares; backward: the slice of this rank's tokens, times c (see the module's docstring)."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, context: CPContext) -> Tensor:
         ctx.context = context
-        with context.clock.waiting():
-            stacked = _all_gather_shares(local.contiguous(), context)
-        whole = local.new_empty((context.layout.num_tokens, *local.shape[1:]))
-        whole[context.gather_index] = stacked
-        return whole
+        return _gather(local, context)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         context: CPContext = ctx.context
         return grads[0].index_select(0, context.pack_index) * context.size, None
+
+
+def _gather(local: Tensor, context: CPContext) -> Tensor:
+    with context.clock.waiting():
+        stacked = _all_gather_shares(local.contiguous(), context)
+    whole = local.new_empty((context.layout.num_tokens, *local.shape[1:]))
+    whole[context.gather_index] = stacked
+    return whole
 
 
 def _all_gather_shares(local: Tensor, context: CPContext) -> Tensor:

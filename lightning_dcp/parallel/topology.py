@@ -32,7 +32,7 @@ class Topology:
     @property
     def cp_sizes(self) -> list[int]:
         """The CP sizes that a micro-batch can have: all divisors of the plane's size."""
-        return divisors(self.plane_size)
+        return list(divisors(self.plane_size))
 
     def problems(self) -> list[Problem]:
         """What is wrong with these sizes."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from lightning_dcp.errors import Problem, raise_problems
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,18 @@ class CostModel:
     linear: float = 1.0
     attention: float = 1.0 / 36_000
     hop: float = 256.0
+
+    def __post_init__(self) -> None:
+        wrong = {name: value for name, value in vars(self).items() if not (math.isfinite(value) and value >= 0)}
+        problems = [
+            Problem(f"{name}={value}", "not a finite number of 0 or more", "give seconds")
+            for name, value in wrong.items()
+        ]
+        if not wrong and self.linear + self.attention == 0:
+            problems = [
+                Problem("linear=0, attention=0", "a model by which work costs nothing", "give at least one of them")
+            ]
+        raise_problems(problems)
 
     def sample(self, length: int, cp_size: int = 1) -> float:
         """Time of one sample on each rank of a group."""

@@ -18,6 +18,8 @@ TOLERANCE = 0.01
 """How much faster a plan must be for its smaller shares to be worth it."""
 TRIES = 64
 """How often a sample of the slowest rank is cut further."""
+WORK = 500_000
+"""Most samples times ranks that all these tries may look at: large batches share out evenly anyway."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class DynamicScheduler:
         uncut = [self._size(n, float("inf")) for n in lengths]
         sizes = [self._size(n, target) for n in lengths]
         tried = [self._place(lengths, uncut), self._place(lengths, sizes)]
-        for _ in range(TRIES):
+        for _ in range(min(TRIES, WORK // (self.ranks * len(lengths)))):
             longest = self._longest_of_slowest(lengths, sizes, tried[-1])
             larger = [c for c in divisors(self.ranks) if sizes[longest] < c <= lengths[longest]]
             if not larger:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
 from lightning_dcp.errors import PlanError, SampleTooLongError
@@ -173,9 +174,10 @@ def in_rounds(packs: Sequence[Pack], ranks: int) -> tuple[MicroBatch, ...]:
     return tuple(tuple(sorted(microbatch, key=lambda p: p.first_rank)) for microbatch in rounds)
 
 
-def divisors(ranks: int) -> list[int]:
+@lru_cache
+def divisors(ranks: int) -> tuple[int, ...]:
     """The CP sizes that a plane of this many ranks offers, ascending."""
-    return [c for c in range(1, ranks + 1) if ranks % c == 0]
+    return tuple(c for c in range(1, ranks + 1) if ranks % c == 0)
 
 
 def check_lengths(lengths: Sequence[int], largest_group: int, max_seqlen_per_dp_cp_rank: int) -> None:

@@ -47,7 +47,7 @@ def recording(module: LightningModule) -> Iterator[PackLogs]:
         for handled in ("self", "sync_dist", "sync_dist_group"):  # the joined value is the same on all ranks
             options.pop(handled, None)
         name, value, batch_size = options.pop("name"), options.pop("value"), options.pop("batch_size", None)
-        _refuse(name, value, options)
+        _refuse(name, value, options, in_training=module.trainer.training)
         if isinstance(value, Metric):
             options["metric_attribute"] = options.get("metric_attribute") or _attribute_of(module, name, value)
             value = None
@@ -61,10 +61,12 @@ def recording(module: LightningModule) -> Iterator[PackLogs]:
         del module.log
 
 
-def _refuse(name: str, value: Any, options: Mapping[str, Any]) -> None:
+def _refuse(name: str, value: Any, options: Mapping[str, Any], *, in_training: bool) -> None:
     if options.get("enable_graph"):
         raise BatchError(f"self.log({name!r}, enable_graph=True): values are joined over packs, which keeps no graph")
-    if isinstance(value, Metric) and options.get("on_step"):
+    on_step = options.get("on_step")
+    # Lightning's default in training_step is on_step=True
+    if isinstance(value, Metric) and (in_training if on_step is None else on_step):
         raise BatchError(
             f"self.log({name!r}, metric, on_step=True): a metric object has no value for one batch under this strategy; "
             "log it with on_step=False, on_epoch=True"
@@ -87,7 +89,7 @@ class WeightedLogs:
     samples: int
 
 
-def replay(module: LightningModule, packs: Sequence[WeightedLogs], *, samples: int) -> None:
+def replay(module: LightningModule, packs: Sequence[WeightedLogs], *, samples: int, summed: bool) -> None:
     """Log, once, what one process would have logged for the whole batch; all ranks log the same.
 
     A value is weighted like the loss, or by ``batch_size`` where the user gave it (``reduce_fx`` sum, min and max are
@@ -98,9 +100,10 @@ def replay(module: LightningModule, packs: Sequence[WeightedLogs], *, samples: i
         module: the user's module.
         packs: of all packs of the batch, in the plan's order.
         samples: samples of the whole batch.
+        summed: the loss is a sum over the batch, so its weights make no mean.
 
     Raises:
-        BatchError: packs logged different keys.
+        BatchError: packs logged different keys, or a mean is asked for and nothing says what it is over.
     """
     names = list(packs[0].logs)
     for pack in packs:
@@ -113,9 +116,23 @@ def replay(module: LightningModule, packs: Sequence[WeightedLogs], *, samples: i
     for name in names:
         entries = [(pack.logs[name], pack) for pack in packs]
         options = _options(name, [value for value, _ in entries])
+        _check_mean(name, entries[0][0], summed=summed)
         sizes = [value.batch_size for value, _ in entries if value.batch_size is not None]
         value = _metric(module, options) if entries[0][0].value is None else _join(name, entries)
         module.log(name, value, batch_size=sum(sizes) if sizes else samples, **options)
+
+
+def _check_mean(name: str, logged: LoggedValue, *, summed: bool) -> None:
+    if summed and logged.value is not None and logged.batch_size is None and _reduction(logged) == "mean":
+        raise BatchError(
+            f"self.log({name!r}, ...) with loss_normalization='sum': is this value a sum or a mean over the batch? Say "
+            "reduce_fx='sum', or give batch_size= for a mean"
+        )
+
+
+def _reduction(logged: LoggedValue) -> str:
+    reduce_fx = logged.options.get("reduce_fx", "mean")
+    return reduce_fx.lower() if isinstance(reduce_fx, str) else str(reduce_fx.__name__)
 
 
 def _options(name: str, values: Sequence[LoggedValue]) -> dict[str, Any]:
@@ -132,19 +149,18 @@ def _metric(module: LightningModule, options: Mapping[str, Any]) -> Any:
 
 
 def _join(name: str, entries: Sequence[tuple[LoggedValue, WeightedLogs]]) -> Tensor:
-    values = [torch.as_tensor(value.value, dtype=_float_dtype(value.value)) for value, _ in entries]
+    values = [torch.as_tensor(value.value, dtype=_float_dtype(value.value)).squeeze() for value, _ in entries]
     stacked = torch.stack(values)
-    reduce_fx = entries[0][0].options.get("reduce_fx", "mean")
-    kind = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
+    kind = _reduction(entries[0][0])
     if kind in ("sum", "min", "max"):
         return getattr(stacked, kind)()
     return _weighted(stacked, *_weights(entries))
 
 
 def _float_dtype(value: Any) -> torch.dtype:
-    if isinstance(value, Tensor) and value.is_floating_point():
+    if isinstance(value, Tensor):
         return torch.promote_types(value.dtype, torch.float32)
-    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return torch.float64
 
 
 def _weights(entries: Sequence[tuple[LoggedValue, WeightedLogs]]) -> tuple[list[float], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_dcp.batch.packed import PackedBatch
-from lightning_dcp.errors import BatchError
+from lightning_dcp.errors import BatchError, RegionError
 from lightning_dcp.models.region import Regions
+from lightning_dcp.parallel.randomness import seeded
 from lightning_dcp.step.logs import PackLogs, WeightedLogs, recording, replay
 from lightning_dcp.step.metrics import counted_once
 from lightning_dcp.step.outputs import PackOutput, join_outputs
@@ -78,9 +79,21 @@ def run_packs(
 def _run_pack(
     work: PackWork, module: LightningModule, regions: Regions, step: RunStep, after: AfterStep
 ) -> PackResult | None:
-    with regions.active(work.active), recording(module) as logs, counted_once(module, leader=work.leader):
+    calls = regions.calls
+    with (
+        regions.active(work.active),
+        recording(module) as logs,
+        counted_once(module, leader=work.leader),
+        seeded(work.seed, work.active.context.device),
+    ):
         output = step(work.batch)
     kept = after(work, output)
+    if regions.calls == calls:
+        raise RegionError(
+            f"the step of {type(module).__name__} called none of its context-parallel regions {list(regions.modules)}: "
+            "code that runs beside them sees packs without borders between samples. Call the module itself (not its "
+            "parts, nor its forward method), or name the modules that are called: DCPStrategy(regions=[...])."
+        )
     return PackResult(work.number, work.weight, kept, logs) if work.leader else None
 
 
@@ -93,16 +106,15 @@ def _join(
     in_order = sorted((r for results, _, _ in every for r in results), key=lambda r: r.number)
     packs = list(scheduled.plan.packs())
     logs = [WeightedLogs(r.logs, r.weight, len(packs[r.number].samples)) for r in in_order]
-    replay(module, logs, samples=len(scheduled.plan.lengths))
-    outputs = [_pack_output(scheduled, r) for r in in_order]
+    replay(module, logs, samples=len(scheduled.plan.lengths), summed=scheduled.normalization == "sum")
+    outputs = [_pack_output(packs[r.number].samples, scheduled.plan.lengths, r) for r in in_order]
     output = join_outputs(outputs, packed=isinstance(scheduled.view.batch, PackedBatch))
     output = pytree.tree_map_only(Tensor, lambda t: t.to(scheduled.device), output)
     return BatchResult(output, tuple(b for _, b, _ in every), max(s for _, _, s in every))
 
 
-def _pack_output(scheduled: ScheduledBatch, result: PackResult) -> PackOutput:
-    samples = list(scheduled.plan.packs())[result.number].samples
-    return PackOutput(samples, tuple(scheduled.plan.lengths[s] for s in samples), result.weight, result.output)
+def _pack_output(samples: tuple[int, ...], lengths: Sequence[int], result: PackResult) -> PackOutput:
+    return PackOutput(samples, tuple(lengths[s] for s in samples), result.weight, result.output)
 
 
 def detached(output: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from lightning_dcp.models.region import ActivePack
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.groups import ParallelGroups
+from lightning_dcp.parallel.randomness import seed_of
 from lightning_dcp.schedule.plan import Pack, Scheduler, StepPlan
 
 
@@ -32,6 +32,7 @@ class PackWork:
         active: what the regions need to know.
         weight: its share of the batch's loss.
         leader: whether this rank speaks for the group: exactly one rank of each group does.
+        seed: of the random numbers drawn in the step, the same on all ranks of the group.
     """
 
     number: int
@@ -40,6 +41,7 @@ class PackWork:
     active: ActivePack
     weight: float
     leader: bool
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class ScheduledBatch:
         normalization: what the user's loss is over one batch.
         device: where the packs are computed.
         clock: adds up the time this rank waits.
+        seed: of this batch; each pack's own seed follows from it.
     """
 
     view: BatchView
@@ -61,11 +64,12 @@ class ScheduledBatch:
     normalization: LossNormalization
     device: torch.device
     clock: WaitClock
+    seed: int = 0
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Targets of each sample of the batch."""
-        return self.view.target_counts()
+        """Targets of each sample of the batch; 1 each where the loss is not a mean over targets."""
+        return self.view.target_counts() if self.normalization == "tokens" else (1,) * len(self.plan.lengths)
 
     def works(self) -> Iterator[PackWork]:
         """This rank's packs, in order; each is cut out of the batch when its turn comes."""
@@ -84,9 +88,10 @@ class ScheduledBatch:
             device=self.device,
             clock=self.clock,
         )
-        active = ActivePack(view(batch), context, self.plan.max_seqlen_per_dp_cp_rank)
+        seed = seed_of(self.seed, number)
+        active = ActivePack(view(batch), context, self.plan.max_seqlen_per_dp_cp_rank, seed_of(seed, rank))
         weight = pack_weight(self.normalization, pack, self.targets)
-        return PackWork(number, pack, batch, active, weight, leader=rank == 0)
+        return PackWork(number, pack, batch, active, weight, rank == 0, seed)
 
 
 def schedule_batch(
@@ -97,6 +102,7 @@ def schedule_batch(
     normalization: LossNormalization,
     device: torch.device,
     clock: WaitClock,
+    seed: int = 0,
 ) -> ScheduledBatch:
     """Plan a batch and make sure that all ranks of the plane hold the same batch and the same plan.
 
@@ -113,12 +119,11 @@ def schedule_batch(
         raise error.named(whole.sample_ids[error.sample]) from None
     plan.validate()
     _check_agreement(plan, whole, groups, clock)
-    return ScheduledBatch(whole, plan, groups, normalization, device, clock)
+    return ScheduledBatch(whole, plan, groups, normalization, device, clock, seed)
 
 
 def _check_agreement(plan: StepPlan, whole: BatchView, groups: ParallelGroups, clock: WaitClock) -> None:
-    tokens = whole.fingerprint().contiguous()
-    own = torch.tensor([plan.digest(), zlib.crc32(tokens.view(torch.uint8).numpy().tobytes())])
+    own = torch.tensor([plan.digest(), whole.fingerprint()])
     every = [torch.empty_like(own) for _ in groups.plane_ranks]
     with clock.waiting():
         dist.all_gather(every, own, group=groups.control)
@@ -128,7 +133,8 @@ def _check_agreement(plan: StepPlan, whole: BatchView, groups: ParallelGroups, c
         if odd:
             raise PlanMismatchError(
                 f"ranks hold different {what}: rank(s) {odd} differ from rank {groups.plane_ranks[0]}. Every rank must "
-                "read the same batch, which the strategy then cuts. Check that shuffling is seeded alike on all ranks "
-                "(Lightning's own sampler is; a RandomSampler needs seed_everything), that the data set has the same "
-                "order everywhere, and that a scheduler of your own depends on nothing but lengths and its settings."
+                "read the same batch, which the strategy then cuts. Check that a sampler of your own gives the same "
+                "order on all ranks, that random crops, noise or masks in the data set or collate function do not depend "
+                "on the rank (seed_everything(workers=True) seeds workers by rank), and that a scheduler of your own depends on "
+                "nothing but lengths and its settings."
             )
