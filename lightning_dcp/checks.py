@@ -91,6 +91,7 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
             )
         )
     problems += _mixing_problems(regions)
+    problems += _batch_statistics_problems(module, regions)
     if trainer._accelerator_connector._layer_sync is not None:
         problems.append(
             Problem(
@@ -123,6 +124,17 @@ def _mixing_problems(regions: Regions) -> Iterable[Problem]:
                     "a layer that mixes tokens, of which a rank holds only a part",
                     "use causal scaled_dot_product_attention instead, or name a region that leaves this layer out",
                 )
+
+
+def _batch_statistics_problems(module: LightningModule, regions: Regions) -> Iterable[Problem]:
+    inside = {id(layer) for region in regions.modules.values() for layer in region.modules()}
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and id(layer) not in inside:
+            yield Problem(
+                f"layer {path!r} ({type(layer).__name__}), which takes statistics over the batch",
+                "a step that sees one pack of the batch at a time",
+                "use a norm without batch statistics, such as LayerNorm or RMSNorm",
+            )
 
 
 def _overrides_forward(module: LightningModule) -> bool:

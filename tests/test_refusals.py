@@ -110,9 +110,16 @@ class Mixing(TinyModule):
         self.model.blocks[1].conv = nn.Conv1d(16, 16, 3)
 
 
+class BatchNormHead(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.BatchNorm1d(4)
+
+
 @pytest.mark.parametrize(
     ("module", "strategy", "words"),
     [
+        (BatchNormHead, {}, ["layer 'head' (BatchNorm1d)", "statistics over the batch"]),
         (Manual, {}, ["manual optimization in Manual", "return the loss from training_step"]),
         (
             TwoModels,

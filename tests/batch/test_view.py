@@ -111,10 +111,15 @@ def test_the_shape_of_a_per_token_tensor_is_named(fmt, name):
 
 
 @every_format
-def test_fingerprint_is_the_tokens(fmt):
-    samples = make_samples(LENGTHS)
-    print_ = view(in_format(samples, fmt)).fingerprint()
-    assert torch.equal(print_, torch.cat([sample["input_ids"] for sample in samples]))
+def test_fingerprint_covers_every_field(fmt):
+    fingerprint = view(in_format(make_samples(LENGTHS), fmt)).fingerprint()
+    assert view(in_format(make_samples(LENGTHS), fmt)).fingerprint() == fingerprint
+    for name in make_samples(LENGTHS)[0]:
+        samples = make_samples(LENGTHS)
+        changed = samples[2][name].clone()
+        changed[0] = ~changed[0] if changed.dtype == torch.bool else changed[0] + 1
+        samples[2][name] = changed
+        assert view(in_format(samples, fmt)).fingerprint() != fingerprint, name
 
 
 # ------------------------------------------------------------------ what belongs to samples, or to the whole batch
@@ -214,8 +219,11 @@ def test_a_loss_mask_counts_where_there_are_no_labels(fmt):
     for one in samples:
         del one["labels"]
     samples[0]["loss_mask"] = torch.tensor([0.0, 1.0])
-    samples[1]["loss_mask"] = torch.tensor([0.5, 0.0, 2.0])
+    samples[1]["loss_mask"] = torch.tensor([1.0, 0.0, 1.0])
     assert view(in_format(samples, fmt)).target_counts() == (1, 2)
+    samples[1]["loss_mask"] = torch.tensor([0.5, 0.0, 1.0])
+    with pytest.raises(BatchError, match="other than 0 and 1"):
+        view(in_format(samples, fmt)).target_counts()
 
 
 @pytest.mark.parametrize("fmt", ["padded", "padded-left"])
@@ -226,9 +234,10 @@ def test_padding_is_never_counted(fmt, name):
 
 
 @every_format
-def test_labels_go_before_a_loss_mask(fmt):
+def test_labels_with_a_loss_mask_are_refused(fmt):
     samples = [one | {"loss_mask": torch.ones(len(one["labels"]))} for one in all_targets([2, 3])]
-    assert view(in_format(samples, fmt)).target_counts() == (1, 2)
+    with pytest.raises(BatchError, match="labels and a loss_mask"):
+        view(in_format(samples, fmt)).target_counts()
 
 
 @every_format

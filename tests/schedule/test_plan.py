@@ -263,7 +263,7 @@ def test_the_digest_is_the_same_in_every_process():
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 3, 6]), (8, [1, 2, 4, 8])])
 def test_sizes_offered_are_the_divisors_of_the_plane(ranks, sizes):
-    assert divisors(ranks) == sizes
+    assert list(divisors(ranks)) == sizes
 
 
 @given(st.sampled_from([1, 2, 4, 6, 8, 12]), st.data())
