@@ -60,11 +60,8 @@ class DynamicScheduler:
             for (first, c), share in blocks.items()
             for samples in pack_in_order(sorted(share), lengths, c * self.max_seqlen_per_dp_cp_rank)
         ]
-        plan = StepPlan(
-            self.ranks, self.max_seqlen_per_dp_cp_rank, tuple(lengths), in_rounds(packs, self.ranks), "free"
-        )
-        plan.validate()
-        return plan
+        limit = self.max_seqlen_per_dp_cp_rank
+        return StepPlan(self.ranks, limit, tuple(lengths), in_rounds(packs, self.ranks), "free")
 
     def _balance(self, lengths: Sequence[int]) -> Blocks:
         """Samples of each block; cut no further than makes the slowest rank faster."""

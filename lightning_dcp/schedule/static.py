@@ -50,9 +50,7 @@ class StaticScheduler:
             for group, share in enumerate(shares)
             for samples in pack_in_order(sorted(share), lengths, c * limit)
         ]
-        plan = StepPlan(self.ranks, limit, tuple(lengths), in_rounds(packs, self.ranks), "free")
-        plan.validate()
-        return plan
+        return StepPlan(self.ranks, limit, tuple(lengths), in_rounds(packs, self.ranks), "free")
 
 
 def pack_in_order(samples: Sequence[int], lengths: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
