@@ -1,8 +1,29 @@
-"""Planning: which group of ranks takes which samples, in which order. Pure Python; no tensor is seen here."""
+"""Planning: which group of ranks takes which samples, in which order. No tensor is seen here."""
 
+from lightning_dcp.schedule.bound import lower_bound_s
 from lightning_dcp.schedule.cost import CostModel
+from lightning_dcp.schedule.cost_file import load_cost_model, save_cost_model
 from lightning_dcp.schedule.dynamic import DynamicScheduler
+from lightning_dcp.schedule.hardware import HARDWARE, from_transformer_config, preset
 from lightning_dcp.schedule.plan import MicroBatch, Pack, Scheduler, StepPlan
+from lightning_dcp.schedule.simulate import PackRun, Simulation, simulate
 from lightning_dcp.schedule.static import StaticScheduler
 
-__all__ = ["CostModel", "DynamicScheduler", "MicroBatch", "Pack", "Scheduler", "StaticScheduler", "StepPlan"]
+__all__ = [
+    "HARDWARE",
+    "CostModel",
+    "DynamicScheduler",
+    "MicroBatch",
+    "Pack",
+    "PackRun",
+    "Scheduler",
+    "Simulation",
+    "StaticScheduler",
+    "StepPlan",
+    "from_transformer_config",
+    "load_cost_model",
+    "lower_bound_s",
+    "preset",
+    "save_cost_model",
+    "simulate",
+]

@@ -1,107 +1,157 @@
-"""A first dynamic scheduler: each sample gets the smallest group that keeps it within the step's target time."""
+"""The dynamic scheduler: each sample gets its own CP size, and the whole batch is planned at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
 
+from lightning_dcp.errors import PlanError, Problem, raise_problems
+from lightning_dcp.schedule.bound import lower_bound_s
 from lightning_dcp.schedule.cost import CostModel
-from lightning_dcp.schedule.plan import Pack, StepPlan, check_lengths, divisors, in_rounds
-from lightning_dcp.schedule.static import pack_in_order
+from lightning_dcp.schedule.free import plan_free
+from lightning_dcp.schedule.hardware import preset
+from lightning_dcp.schedule.lockstep import microbatches, plan_lockstep
+from lightning_dcp.schedule.placement import packed
+from lightning_dcp.schedule.plan import Mode, StepPlan, check_lengths, in_rounds
+from lightning_dcp.schedule.simulate import simulate
+from lightning_dcp.schedule.sizes import allowed_sizes, size_chains, size_problems
+from lightning_dcp.schedule.static import StaticScheduler
+from lightning_dcp.schedule.workload import Workload
 
-Blocks = dict[tuple[int, int], list[int]]
-"""Samples of each block ``(first_rank, cp_size)``."""
-Placement = tuple[list[float], Blocks]
-"""When each rank is done, and what it does."""
-
-TOLERANCE = 0.01
-"""How much faster a plan must be for its smaller shares to be worth it."""
-TRIES = 64
-"""How often a sample of the slowest rank is cut further."""
-WORK = 500_000
-"""Most samples times ranks that all these tries may look at: large batches share out evenly anyway."""
+STATIC_BELOW = 1.02
+"""A plan that takes more than so many times the lower bound is compared with those at one fixed size."""
 
 
 @dataclass(frozen=True)
 class DynamicScheduler:
-    """Plans a whole batch at once for free-running ranks.
+    """Plans a batch so that the predicted step takes little more than its lower bound.
 
-    1. The target is the time of a perfectly even step: all work over all ranks.
-    2. Each sample gets the smallest size that fits it and keeps its own time within the target.
-    3. Largest groups first, longest sample first, each goes to the aligned block that is free earliest.
-    4. Cutting only what does not fit is tried as well. Then the longest sample of the slowest rank is cut
-       further, again and again: few samples of about the target's size do not share out evenly over ranks, and halves of
-       them do better. The fastest placement is taken, or an earlier one as fast.
-    5. The samples of a block are packed, in the batch's order, up to the token limit.
+    Free-running ranks are balanced over the whole step (:mod:`lightning_dcp.schedule.free`), ranks in lock-step within
+    each micro-batch (:mod:`lightning_dcp.schedule.lockstep`). The same lengths give the same plan on every rank and
+    machine. What the plan was made for is in its ``extra``: ``cost_model``, ``predicted_step_s``, ``lower_bound_s``.
 
     Attributes:
         ranks: size of the plane.
         max_seqlen_per_dp_cp_rank: most tokens a rank may hold of one micro-batch.
-        cost: relative cost of a sample by its length.
+        cost: what packs cost; by default those of a 7B model on H100s.
         layout: layout of every pack.
+        mode: ``free``, or ``lockstep`` for pipelines, experts and sharded weights, whose ranks meet in every micro-batch.
+        min_context_parallel_size: smallest CP size used.
+        max_context_parallel_size: largest CP size used; ``None``: the whole plane.
+        ranks_per_node: ranks of the plane in one node: groups stay inside a node where they can, and those that cannot
+            pay for it; ``None``: what the cost model says.
+        microbatch_multiple: in lock-step the number of micro-batches is a multiple of this (virtual pipelines need it).
+        rank_speeds: speed of each rank of the plane, 1.0 being the cost model's: a slow rank gets less work.
+
+    Raises:
+        ConfigurationError: all bad settings at once.
     """
 
     ranks: int
     max_seqlen_per_dp_cp_rank: int
-    cost: CostModel = field(default_factory=CostModel)
+    cost: CostModel = field(default_factory=lambda: preset("h100"))
     layout: str = "zigzag"
+    _: KW_ONLY
+    mode: Mode = "free"
+    min_context_parallel_size: int = 1
+    max_context_parallel_size: int | None = None
+    ranks_per_node: int | None = None
+    microbatch_multiple: int = 1
+    rank_speeds: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        raise_problems(option_problems(self))
+        if self.rank_speeds is not None:
+            object.__setattr__(self, "rank_speeds", tuple(float(speed) for speed in self.rank_speeds))
+        if self.ranks_per_node is not None:
+            object.__setattr__(self, "cost", replace(self.cost, ranks_per_node=self.ranks_per_node))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The CP sizes that may be used, ascending."""
+        nodes = self.cost.ranks_per_node
+        return allowed_sizes(self.ranks, self.min_context_parallel_size, self.max_context_parallel_size, nodes)
 
     def schedule(self, lengths: Sequence[int]) -> StepPlan:
         """Plan a batch.
 
         Raises:
-            PlanError: an empty batch or sample.
-            SampleTooLongError: a sample over ``ranks * max_seqlen_per_dp_cp_rank`` tokens.
+            PlanError: an empty batch or sample; in lock-step a batch with too few samples for every rank to have one.
+            SampleTooLongError: a sample that the largest group cannot hold.
         """
-        check_lengths(lengths, self.ranks, self.max_seqlen_per_dp_cp_rank)
-        blocks = self._balance(lengths)
-        packs = [
-            Pack(first, c, samples, self.layout)
-            for (first, c), share in blocks.items()
-            for samples in pack_in_order(sorted(share), lengths, c * self.max_seqlen_per_dp_cp_rank)
-        ]
+        tokens = check_lengths(lengths, self.sizes[-1], self.max_seqlen_per_dp_cp_rank)
         limit = self.max_seqlen_per_dp_cp_rank
-        return StepPlan(self.ranks, limit, tuple(lengths), in_rounds(packs, self.ranks), "free")
+        bound = lower_bound_s(
+            tokens, self.ranks, limit, self.cost, sizes=self.sizes, mode=self.mode, speeds=self.rank_speeds
+        )
+        make = self._lockstep if self.mode == "lockstep" else self._free
+        seconds, plan = min((make(tokens, chain, bound) for chain in size_chains(self.sizes)), key=lambda made: made[0])
+        if seconds > bound * STATIC_BELOW:
+            seconds, plan = min([(seconds, plan), *self._static(tokens)], key=lambda made: made[0])
+        if not math.isfinite(seconds):
+            plan = replace(self._static_scheduler(self.sizes[-1]).schedule(tokens))  # says why it cannot be done
+        extra = {"cost_model": self.cost.to_dict(), "predicted_step_s": seconds, "lower_bound_s": bound}
+        return replace(plan, extra=extra)
 
-    def _balance(self, lengths: Sequence[int]) -> Blocks:
-        """Samples of each block; cut no further than makes the slowest rank faster."""
-        target = sum(self.cost.sample(n) for n in lengths) / self.ranks
-        uncut = [self._size(n, float("inf")) for n in lengths]
-        sizes = [self._size(n, target) for n in lengths]
-        tried = [self._place(lengths, uncut), self._place(lengths, sizes)]
-        for _ in range(min(TRIES, WORK // (self.ranks * len(lengths)))):
-            longest = self._longest_of_slowest(lengths, sizes, tried[-1])
-            larger = [c for c in divisors(self.ranks) if sizes[longest] < c <= lengths[longest]]
-            if not larger:
-                break
-            sizes[longest] = larger[0]
-            tried.append(self._place(lengths, sizes))
-        fastest = min(max(busy) for busy, _ in tried)
-        return next(blocks for busy, blocks in tried if max(busy) <= fastest * (1 + TOLERANCE))
+    def _workload(self, tokens: Sequence[int], chain: tuple[int, ...]) -> Workload:
+        return Workload(tokens, self.ranks, self.max_seqlen_per_dp_cp_rank, self.cost, chain, self.rank_speeds)
 
-    def _longest_of_slowest(self, lengths: Sequence[int], sizes: Sequence[int], placed: Placement) -> int:
-        """The sample that takes longest on the rank that is done last."""
-        busy, blocks = placed
-        slowest = busy.index(max(busy))
-        own = [s for (first, c), share in blocks.items() if first <= slowest < first + c for s in share]
-        return max(own, key=lambda s: (self.cost.sample(lengths[s], sizes[s]), -s))
+    def _free(self, tokens: Sequence[int], chain: tuple[int, ...], bound: float) -> tuple[float, StepPlan]:
+        load = self._workload(tokens, chain)
+        seconds, packs = packed(load, plan_free(load, bound), self.layout)
+        rounds = in_rounds(packs, self.ranks)
+        return seconds, StepPlan(self.ranks, load.limit, tuple(tokens), rounds, "free")
 
-    def _size(self, length: int, target: float) -> int:
-        """The smallest size that holds the sample and keeps it within the target; never more ranks than tokens."""
-        fitting = [c for c in divisors(self.ranks) if c * self.max_seqlen_per_dp_cp_rank >= length]
-        useful = [c for c in fitting if c <= length] or fitting[:1]
-        within = next((c for c in useful if self.cost.sample(length, c) <= target), None)
-        return within or min(useful, key=lambda c: (self.cost.sample(length, c), c))
+    def _lockstep(self, tokens: Sequence[int], chain: tuple[int, ...], bound: float) -> tuple[float, StepPlan]:
+        load = self._workload(tokens, chain)
+        found = plan_lockstep(load, bound, self.microbatch_multiple)
+        rounds = () if found is None else microbatches(load, found.rounds, self.layout)
+        plan = StepPlan(self.ranks, load.limit, tuple(tokens), rounds, "lockstep")
+        return (math.inf, plan) if found is None else (found.seconds, plan)
 
-    def _place(self, lengths: Sequence[int], sizes: Sequence[int]) -> Placement:
-        """When each rank is done, and the samples of each block, largest blocks first, as they will run."""
-        busy_until = [0.0] * self.ranks
-        blocks: Blocks = {}
-        for sample in sorted(range(len(lengths)), key=lambda s: (-sizes[s], -lengths[s], s)):
-            c = sizes[sample]
-            firsts = range(0, self.ranks, c)
-            first = min(firsts, key=lambda f: (max(busy_until[f : f + c]), f))
-            done = max(busy_until[first : first + c]) + self.cost.sample(lengths[sample], c)
-            busy_until[first : first + c] = [done] * c
-            blocks.setdefault((first, c), []).append(sample)
-        return busy_until, blocks
+    def _static_scheduler(self, c: int) -> StaticScheduler:
+        limit, multiple = self.max_seqlen_per_dp_cp_rank, self.microbatch_multiple
+        return StaticScheduler(self.ranks, limit, c, self.layout, self.mode, microbatch_multiple=multiple)
+
+    def _static(self, tokens: Sequence[int]) -> Iterator[tuple[float, StepPlan]]:
+        """Plans at one fixed size, for batches that leave no better choice."""
+        longest = max(tokens)
+        for c in self.sizes:
+            if longest <= c * self.max_seqlen_per_dp_cp_rank:
+                try:
+                    plan = self._static_scheduler(c).schedule(tokens)
+                except PlanError:  # too few samples for every group
+                    continue
+                yield simulate(plan, self.cost, self.rank_speeds).step_s, plan
+
+
+def option_problems(scheduler: DynamicScheduler) -> list[Problem]:
+    """What is wrong with a scheduler's settings."""
+    problems = []
+    for name in ("ranks", "max_seqlen_per_dp_cp_rank", "microbatch_multiple", "ranks_per_node"):
+        value = getattr(scheduler, name)
+        optional = name == "ranks_per_node" and value is None
+        if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            problems.append(Problem(f"{name}={value!r}", "not a positive whole number", f"give {name} of 1 or more"))
+    if problems:
+        return problems
+    if scheduler.mode not in ("free", "lockstep"):
+        problems.append(Problem(f"mode={scheduler.mode!r}", "an unknown mode", "use 'free' or 'lockstep'"))
+    elif scheduler.mode == "free" and scheduler.microbatch_multiple > 1:
+        asked = f"microbatch_multiple={scheduler.microbatch_multiple}"
+        problems.append(Problem(asked, "free-running ranks, which share no micro-batches", "use mode='lockstep'"))
+    problems += size_problems(scheduler.ranks, scheduler.min_context_parallel_size, scheduler.max_context_parallel_size)
+    return problems + speed_problems(scheduler.ranks, scheduler.rank_speeds)
+
+
+def speed_problems(ranks: int, speeds: Sequence[float] | None) -> list[Problem]:
+    """What is wrong with the speeds of ranks."""
+    if speeds is None:
+        return []
+    good = [isinstance(s, int | float) and not isinstance(s, bool) and math.isfinite(s) and s > 0 for s in speeds]
+    if len(speeds) == ranks and all(good):
+        return []
+    asked, found = f"rank_speeds={list(speeds)!r}", f"not one positive finite number for each of {ranks} ranks"
+    return [Problem(asked, found, "give 1.0 to a rank of the usual speed, 0.5 to one half as fast")]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
+import numpy as np
+
 from lightning_dcp.errors import PlanError, SampleTooLongError
 
 Mode = Literal["free", "lockstep"]
@@ -180,12 +182,24 @@ def divisors(ranks: int) -> tuple[int, ...]:
     return tuple(c for c in range(1, ranks + 1) if ranks % c == 0)
 
 
-def check_lengths(lengths: Sequence[int], largest_group: int, max_seqlen_per_dp_cp_rank: int) -> None:
-    """Raise for an empty batch, an empty sample, or one that does not fit on the largest group."""
-    if not lengths:
+def check_lengths(lengths: Sequence[int], largest_group: int, max_seqlen_per_dp_cp_rank: int) -> list[int]:
+    """The lengths as plain integers.
+
+    Raises:
+        PlanError: an empty batch, or a sample whose length is not a whole number of at least one token.
+        SampleTooLongError: a sample that does not fit on the largest group.
+    """
+    tokens = np.asarray(lengths)
+    if tokens.size == 0:
         raise PlanError("an empty batch cannot be planned")
-    for sample, length in enumerate(lengths):
-        if length < 1:
-            raise PlanError(f"sample {sample} has {length} tokens: every sample needs at least one")
-        if length > largest_group * max_seqlen_per_dp_cp_rank:
-            raise SampleTooLongError(sample, length, largest_group, max_seqlen_per_dp_cp_rank)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        sample = next((i for i, length in enumerate(lengths) if not isinstance(length, int | np.integer)), None)
+        found = f"sample {sample} has length {lengths[sample]!r}" if sample is not None else f"found {lengths!r:.80}"
+        raise PlanError(f"{found}: lengths are whole numbers of tokens, one a sample")
+    if (short := tokens < 1).any():
+        sample = int(short.argmax())
+        raise PlanError(f"sample {sample} has {tokens[sample]} tokens: every sample needs at least one")
+    if (long := tokens > largest_group * max_seqlen_per_dp_cp_rank).any():
+        sample = int(long.argmax())
+        raise SampleTooLongError(sample, int(tokens[sample]), largest_group, max_seqlen_per_dp_cp_rank)
+    return tokens.tolist()

@@ -1,0 +1,116 @@
+"""Planning for ranks in lock-step: in each micro-batch all ranks wait for the slowest pack."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from lightning_dcp.schedule.arrange import arrange, even_out
+from lightning_dcp.schedule.bins import Round, idle_seconds, step_seconds, take_places
+from lightning_dcp.schedule.plan import MicroBatch, Pack
+from lightning_dcp.schedule.workload import Sizes, Workload
+
+ENOUGH = 1.02
+"""A step that takes at most so many times the lower bound is not worth another try."""
+PROMISING = 1.03
+"""An arrangement is worth evening out if it takes at most so many times the best one."""
+SHARES_OF_ROUND = (1.5, 1.8, 1.0, 2.5, 1.25, 2.1, 0.7, 3.2)
+"""How much longer than an average round one sample may take before it is cut further. Rounds of long samples only may
+well be longer than others; smaller pieces share out more evenly."""
+COUNTS = 3
+"""How many numbers of rounds are tried, from the fewest that hold all tokens: more room makes for better balance."""
+LONGEST = 8
+"""How many of the longest samples are tried at other sizes."""
+WORK = 40_000
+"""Most samples that all tries together may place."""
+
+
+class Arrangement(NamedTuple):
+    """Rounds, how long they take, and the sizes that they were made from."""
+
+    seconds: float
+    rounds: list[Round]
+    sizes: Sizes
+
+
+def plan_lockstep(load: Workload, bound: float, multiple: int = 1) -> Arrangement | None:
+    """Rounds whose longest packs add up to little; ``None`` if no arrangement was found.
+
+    Tries numbers of rounds and times that a sample may take in one; then other sizes for the longest samples.
+
+    Args:
+        load: the batch.
+        bound: seconds that the step takes at least.
+        multiple: the number of rounds must be a multiple of this.
+    """
+    search = _Search(load, bound)
+    capacity = load.ranks * load.limit * multiple
+    fewest = -(-sum(load.lengths) // capacity) * multiple
+    for count in range(fewest, fewest + COUNTS * multiple, multiple):
+        for share in SHARES_OF_ROUND:
+            if share <= 1.1 * count:  # no sample may take longer than the step
+                search.attempt(load.smallest_within(bound / count * share), count)
+    search.resize_longest()
+    return search.best
+
+
+class _Search:
+    """The best arrangement so far, and how many more may be tried."""
+
+    def __init__(self, load: Workload, bound: float) -> None:
+        self.load, self.good = load, bound * ENOUGH
+        self.best: Arrangement | None = None
+        self.tries = max(WORK // len(load.lengths), 2)
+        self.tried: set[tuple[int, bytes]] = set()
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.best is None else self.best.seconds
+
+    @property
+    def over(self) -> bool:
+        return self.tries <= 0 or self.seconds <= self.good
+
+    def attempt(self, sizes: Sizes, count: int) -> None:
+        """Arrange the samples at these sizes in so many rounds, unless that has been done."""
+        if self.over or (count, sizes.tobytes()) in self.tried:
+            return
+        self.tried.add((count, sizes.tobytes()))
+        self.tries -= 1
+        rounds = arrange(self.load, sizes, count)
+        if rounds is not None and step_seconds(rounds) < self.seconds * PROMISING:
+            rounds = even_out(self.load, rounds)
+        if rounds is not None and step_seconds(rounds) < self.seconds:
+            self.best = Arrangement(step_seconds(rounds), rounds, sizes)
+
+    def resize_longest(self) -> None:
+        """Cut long samples of the best arrangement one size further, or one less, as long as that helps."""
+        while self.best is not None and not self.over:
+            before = self.best
+            longest_pack = max(max(before.rounds, key=idle_seconds), key=lambda b: b.end)
+            longest = range(min(LONGEST, len(before.sizes)))
+            for sample in dict.fromkeys([min(longest_pack.samples), *longest]):
+                for c in self._neighbours(int(before.sizes[sample])):
+                    if self.load.lengths[sample] <= c * self.load.limit:
+                        sizes = before.sizes.copy()
+                        sizes[sample] = c
+                        self.attempt(sizes, len(before.rounds))
+            if self.best is before:
+                break
+
+    def _neighbours(self, c: int) -> list[int]:
+        """The next larger and the next smaller size."""
+        at = self.load.sizes.index(c)
+        return [*self.load.sizes[at + 1 : at + 2], *self.load.sizes[max(at - 1, 0) : at]]
+
+
+def microbatches(load: Workload, rounds: list[Round], layout: str) -> tuple[MicroBatch, ...]:
+    """The rounds as micro-batches of packs, each on its ranks."""
+    planned = []
+    for packs in rounds:
+        take_places(packs, load)
+        placed = sorted(packs, key=lambda b: b.first)
+        planned.append(
+            tuple(Pack(b.first, b.c, tuple(sorted([load.order[s] for s in b.samples])), layout) for b in placed)
+        )
+    return tuple(planned)

@@ -1,0 +1,114 @@
+"""One batch as the planners see it: samples by length, and what each costs at each CP size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dcp.schedule.cost import CostModel, FloatArray
+
+Sizes = NDArray[np.int64]
+"""The CP size of each sample of a workload."""
+
+
+class Workload:
+    """The samples of a batch, longest first (ties: first in the batch first), with their costs.
+
+    From here on a sample is known by its place in this order; ``order`` gives its index in the batch.
+
+    Args:
+        lengths: tokens of each sample of the batch.
+        ranks: size of the plane.
+        limit: most tokens a rank may hold of one micro-batch.
+        cost: what packs cost.
+        sizes: the CP sizes that may be used, ascending, each dividing the next.
+        speeds: speed of each rank, or ``None`` if all are alike.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        ranks: int,
+        limit: int,
+        cost: CostModel,
+        sizes: tuple[int, ...],
+        speeds: tuple[float, ...] | None = None,
+    ) -> None:
+        self.ranks, self.limit, self.cost, self.sizes, self.speeds = ranks, limit, cost, sizes, speeds
+        array = np.asarray(lengths, dtype=np.int64)
+        ranked = np.argsort(-array, kind="stable")
+        self.order: list[int] = ranked.tolist()
+        self.tokens: NDArray[np.int64] = array[ranked]
+        self.lengths: list[int] = self.tokens.tolist()
+        self._attention: dict[int, list[float]] = {}
+        self._shares: dict[int, list[float]] = {}
+        self._coefficients: dict[int, tuple[float, float, float, float]] = {}
+
+    @cached_property
+    def alone(self) -> dict[int, FloatArray]:
+        """Seconds of each sample on each rank, alone in its pack, by size; infinite where it does not fit."""
+        return {c: self._alone(c) for c in self.sizes}
+
+    def _alone(self, c: int) -> FloatArray:
+        seconds = self.cost.sample_seconds(self.tokens, c, spans_nodes=self.spans_nodes(c))
+        return np.where(self.tokens <= c * self.limit, seconds, np.inf)
+
+    def spans_nodes(self, c: int) -> bool:
+        """Whether a group of this size has ranks in several nodes (sizes are chosen so that small ones never do)."""
+        return self.cost.ranks_per_node is not None and c > self.cost.ranks_per_node
+
+    def share(self, c: int) -> list[float]:
+        """Seconds that each sample adds to a pack on each rank of its group."""
+        if c not in self._shares:
+            alone = self.cost.sample_seconds(self.tokens, c, spans_nodes=self.spans_nodes(c))
+            self._shares[c] = (alone - self.cost.pack_overhead).tolist()
+        return self._shares[c]
+
+    def attention(self, c: int) -> list[float]:
+        """Seconds of attention of each sample on each rank."""
+        if c not in self._attention:
+            self._attention[c] = self.cost.attention_seconds(self.tokens, c).tolist()
+        return self._attention[c]
+
+    def coefficients(self, c: int) -> tuple[float, float, float, float]:
+        """``(linear, latency, transfer, hidden)`` of packs on c ranks, for :meth:`seconds_of`."""
+        if c not in self._coefficients:
+            cost, hops = self.cost, c - 1
+            latency = cost.exposed_seconds(c, 0.0, 0.0, spans_nodes=self.spans_nodes(c))
+            bandwidth = cost.internode_bandwidth if self.spans_nodes(c) else cost.bandwidth
+            transfer, hidden = hops * cost.hop_bytes / c / bandwidth, hops * cost.overlap / c
+            self._coefficients[c] = (cost.linear / c, latency, transfer, hidden)
+        return self._coefficients[c]
+
+    def seconds_of(self, c: int, tokens: int, attention: float) -> float:
+        """Seconds of a pack of so many tokens and so much attention on each rank of its group, at speed 1.
+
+        The cost model's formula with the constants taken out, for inner loops.
+        """
+        linear, latency, transfer, hidden = self.coefficients(c)
+        exposed = latency + transfer * tokens - hidden * attention
+        return self.cost.pack_overhead + linear * tokens + attention + (exposed if exposed > 0.0 else 0.0)
+
+    def block_speeds(self, c: int) -> list[float]:
+        """Speed of each block of c ranks: that of its slowest rank."""
+        speeds = self.speeds or (1.0,) * self.ranks
+        return [min(speeds[first : first + c]) for first in range(0, self.ranks, c)]
+
+    def smallest_within(self, target: float) -> Sizes:
+        """For each sample the smallest size that keeps it within a time, else the size at which it is quickest.
+
+        Never more ranks than tokens, unless the limit forces it.
+        """
+        chosen = np.zeros(len(self.tokens), dtype=np.int64)
+        quickest = np.full(len(self.tokens), np.inf)
+        best = np.zeros(len(self.tokens), dtype=np.int64)
+        for c in self.sizes:
+            seconds = self.alone[c]
+            useful = np.isfinite(seconds) & ((self.tokens >= c) | (best == 0))
+            chosen = np.where((chosen == 0) & useful & (seconds <= target), c, chosen)
+            better = useful & (seconds < quickest)
+            best, quickest = np.where(better, c, best), np.where(better, seconds, quickest)
+        return np.where(chosen == 0, best, chosen)
