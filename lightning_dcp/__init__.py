@@ -11,15 +11,17 @@ from lightning_dcp.callbacks import RunSummary, SchedulerCallback
 from lightning_dcp.errors import ConfigurationError, DCPError
 from lightning_dcp.loss import next_token_loss
 from lightning_dcp.models import Decoder
-from lightning_dcp.schedule import DynamicScheduler, StaticScheduler, StepPlan
+from lightning_dcp.schedule import CostModel, DynamicScheduler, MegatronScheduler, StaticScheduler, StepPlan
 from lightning_dcp.strategy import DCPStrategy
 
 __all__ = [
     "ConfigurationError",
+    "CostModel",
     "DCPError",
     "DCPStrategy",
     "Decoder",
     "DynamicScheduler",
+    "MegatronScheduler",
     "PackedBatch",
     "RunSummary",
     "SchedulerCallback",

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
-from lightning_dcp.errors import Problem, RegionError, raise_problems
+from lightning_dcp.errors import ConfigurationError, Problem, RegionError, raise_problems
 from lightning_dcp.models.region import Regions, find_regions
 from lightning_dcp.parallel.layout import LAYOUTS
+from lightning_dcp.schedule import CostModel, load_cost_model, preset
+from lightning_dcp.schedule.choice import SchedulerChoice
 
 if TYPE_CHECKING:
+    from lightning_dcp.callbacks.scheduler import SchedulerCallback
     from lightning_dcp.strategy import DCPStrategy
 
 _SIZES = (
@@ -41,13 +46,43 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
             problems.append(Problem(f"{name}={value!r}", "an unknown value", f"use one of {list(allowed)}"))
     if strategy.region_names == []:
         problems.append(Problem("regions=[]", "no region at all", "leave regions out, or name one"))
-    return problems
+    return problems + strategy.scheduler_choice.argument_problems()
+
+
+def cost_model_of(source: CostModel | str | Path | None) -> tuple[CostModel, list[Problem]]:
+    """The cost model that was asked for, and what is wrong with it (then a default stands in for it)."""
+    default = preset("h100")
+    if source is not None and not isinstance(source, CostModel | str | Path):
+        remedy = "give a CostModel, the name of a preset, or a YAML file"
+        return default, [Problem(f"cost_model={source!r}", f"a {type(source).__name__}", remedy)]
+    try:
+        return (default if source is None else load_cost_model(source)), []
+    except ConfigurationError as error:
+        return default, list(error.problems)
+
+
+def choice_in_force(choice: SchedulerChoice, callback: SchedulerCallback) -> SchedulerChoice:
+    """The strategy's choice of a scheduler, or the callback's own scheduler in its place.
+
+    Raises:
+        ConfigurationError: both have one, or the strategy has options that the callback's scheduler would not see.
+    """
+    if callback.scheduler is None:
+        return choice
+    own = replace(choice, scheduler=callback.scheduler)
+    if choice.scheduler is None:
+        raise_problems(own.argument_problems())
+        return own
+    asked = f"DCPStrategy(scheduler=...) and SchedulerCallback({own.name.removeprefix('by ')})"
+    raise ConfigurationError([Problem(asked, "two schedulers for one run", "leave one of them out")])
 
 
 def launch_problems(strategy: DCPStrategy) -> list[Problem]:
     """What is wrong with the sizes on this many devices; known before any process is started."""
     topology = strategy.topology
     problems = topology.problems()
+    if not problems:
+        problems += strategy.scheduler_choice.plane_problems(topology.plane_size)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         if getattr(strategy, name) > 1:
             problems.append(
@@ -174,9 +209,3 @@ def loader_problems(dataloader: object) -> list[Problem]:
         )
         for n in sorted(replicas)
     ]
-
-
-def is_map_style(dataloader: DataLoader[Any]) -> bool:
-    """Whether a loader's samples are reached by index, so that reading can go on in the middle of an epoch."""
-    dataset: Dataset[Any] = dataloader.dataset
-    return not isinstance(dataset, IterableDataset) and dataloader.batch_sampler is not None

@@ -1,15 +1,62 @@
-"""``lightning-dcp``: Lightning's own command line (fit, validate, test, predict) with this package at hand."""
+"""``lightning-dcp``: Lightning's own command line (fit, validate, test, predict), and the commands of this package."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import ArgsType, LightningCLI
-
-import lightning_dcp.data
-import lightning_dcp.lm  # noqa: F401  (so that configurations can name its classes in short)
+from lightning_dcp.commands.options import cause_of, parse
 from lightning_dcp.errors import DCPError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import ArgsType
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of this package, imported when it is called.
+
+    Attributes:
+        module: where its function is.
+        function: the function; its arguments are the options.
+        about: what it does, in a line.
+    """
+
+    module: str
+    function: str
+    about: str
+
+    def load(self) -> Callable[..., Any]:
+        """The function."""
+        function: Callable[..., Any] = getattr(import_module(self.module), self.function)
+        return function
+
+
+COMMANDS = {
+    "plan": Command("lightning_dcp.commands.plan", "plan", "Compare static with dynamic CP on your sample lengths."),
+    "calibrate": Command(
+        "lightning_dcp.commands.calibrate", "calibrate", "Measure a model on this machine and write its cost model."
+    ),
+    "bench plan": Command(
+        "lightning_dcp.commands.bench_plan", "bench_plan", "Compare schedulers: quality of the plans, planning time."
+    ),
+    "bench prediction": Command(
+        "lightning_dcp.commands.bench_prediction",
+        "bench_prediction",
+        "Compare predicted with measured step times of real batches.",
+    ),
+}
+"""Commands of this package; some are two words."""
+LIGHTNING = {
+    "fit": "Train a model.",
+    "validate": "Evaluate it on the validation data.",
+    "test": "Evaluate it on the test data.",
+    "predict": "Run it on data and collect what it returns.",
+}
+"""Commands of Lightning's own command line."""
 
 
 def main(args: ArgsType = None) -> None:
@@ -18,17 +65,66 @@ def main(args: ArgsType = None) -> None:
     Args:
         args: arguments instead of those of the process, such as ``["fit", "--config", "run.yaml"]``.
     """
+    words = sys.argv[1:] if args is None else args
     try:
-        LightningCLI(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            save_config_kwargs={"overwrite": True},
-            args=args,
-        )
-    except DCPError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        if not isinstance(words, list) or not _own(words):
+            _lightning(args)
+    except (DCPError, ValueError) as error:
+        own = cause_of(error)
+        if own is None:
+            raise
+        sys.exit(f"{type(own).__name__}: {own}")
+
+
+def _own(words: Sequence[str]) -> bool:
+    """Run a command of this package, or show which there are; False if the words are for Lightning."""
+    name = next((name for name in COMMANDS if list(words[: len(name.split())]) == name.split()), None)
+    if name is not None:
+        function = COMMANDS[name].load()
+        function(**parse(function, words[len(name.split()) :], prog=f"lightning-dcp {name}"))
+        return True
+    family = {known for known in COMMANDS if known.split()[0] == (words or [""])[0]}
+    shown = overview(family or None)
+    rest = words[1:] if family else words
+    if rest and rest[0] in ("-h", "--help"):
+        sys.stdout.write(shown)
+        return True
+    if rest and not family and (rest[0] in LIGHTNING or rest[0].startswith("-")):
+        return False
+    sys.stderr.write(f"{shown}\nerror: {f'no command {rest[0]!r}' if rest else 'a command is needed'}\n")
+    sys.exit(2)
+
+
+def overview(only: set[str] | None = None) -> str:
+    """All commands, a line each.
+
+    Args:
+        only: the commands of this package to show, without Lightning's; ``None``: all of both.
+    """
+    groups = [("planning and measuring:", {n: c.about for n, c in COMMANDS.items() if only is None or n in only})]
+    if only is None:
+        groups.insert(0, ("training and evaluation (Lightning's command line):", LIGHTNING))
+    lines = ["usage: lightning-dcp COMMAND [OPTIONS]", ""]
+    for heading, commands in groups:
+        lines += [heading, *(f"  {name:<18}{about}" for name, about in commands.items()), ""]
+    return "\n".join([*lines, "lightning-dcp COMMAND --help shows a command's options.", ""])
+
+
+def _lightning(args: ArgsType) -> None:
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    import lightning_dcp.data
+    import lightning_dcp.lm  # noqa: F401  (so that configurations can name its classes in short)
+
+    LightningCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_kwargs={"overwrite": True},
+        args=args,
+    )
 
 
 if __name__ == "__main__":

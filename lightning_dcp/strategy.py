@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,12 +25,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lightning_dcp import checks
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
-from lightning_dcp.data.resumable import ResumableLoader
-from lightning_dcp.data.seeded import with_seeded_order
+from lightning_dcp.data.prepare import prepare_loader
 from lightning_dcp.errors import BatchError, raise_problems
 from lightning_dcp.launcher import DCPSubprocessLauncher
 from lightning_dcp.loss.weighting import LossNormalization, backward_scale
@@ -40,7 +39,9 @@ from lightning_dcp.parallel.groups import ParallelGroups, initialize_groups
 from lightning_dcp.parallel.randomness import seed_of
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
-from lightning_dcp.schedule import CostModel, DynamicScheduler, Scheduler, StaticScheduler
+from lightning_dcp.schedule import CostModel, Scheduler
+from lightning_dcp.schedule.choice import SchedulerChoice
+from lightning_dcp.step.ahead import PlanAhead, PlanCounts
 from lightning_dcp.step.runner import detached, loss_of, run_packs
 from lightning_dcp.step.scheduled import PackWork, ScheduledBatch, schedule_batch
 
@@ -57,6 +58,11 @@ class DCPStrategy(DDPStrategy):
             dynamic CP the scheduler chooses among all sizes that divide the plane, and this is only the size of
             Megatron-Core's static CP groups.
         dynamic_context_parallel: choose the CP size per pack. ``False`` is the static baseline, by the same code.
+        scheduler: what plans each batch: ``dynamic`` (the default), ``static`` (the default with
+            ``dynamic_context_parallel=False``), or ``megatron`` (the scheduler of the installed Megatron-Core). Or your
+            own: an object with ``schedule(lengths) -> StepPlan`` (in YAML by ``class_path`` and ``init_args``), or a
+            function or class from the plane's number of ranks to one. It decides alone, and its plans are checked;
+            :class:`~lightning_dcp.SchedulerCallback` says when it is called.
         max_seqlen_per_dp_cp_rank: most tokens of one micro-batch that a rank holds: what bounds memory. A sample may
             be as long as this times the largest group.
         tensor_model_parallel_size: ranks that share each layer's weights.
@@ -65,9 +71,21 @@ class DCPStrategy(DDPStrategy):
             ``tokens``, a mean over ``samples``, or a ``sum``.
         layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not.
         regions: attribute paths of the modules to run context-parallel; found by themselves where only one can be.
-        cost_model: what a sample costs by its length; the dynamic scheduler balances by it. Only the ratio matters: see
-            :class:`~lightning_dcp.schedule.CostModel`. The default is that of a 7B model; for a decoder of hidden size
-            h, attention costs as much as the rest at about 12 h tokens.
+        cost_model: what a pack costs on this machine: a :class:`~lightning_dcp.schedule.CostModel`, a YAML file of one
+            (``lightning-dcp calibrate`` measures it and writes the file), or ``a100``, ``h100`` (the default), ``h200``
+            or ``cpu``: a 7B model there. The dynamic scheduler balances by it; the others do not look at it.
+        schedule_mode: ``free``: each rank runs its own list of packs. ``lockstep``: all ranks run the same number of
+            micro-batches, none of them without a pack. For the dynamic and static schedulers, as all that follow but
+            where noted.
+        min_context_parallel_size: smallest CP size of a pack; dynamic scheduler only.
+        max_context_parallel_size: largest CP size of a pack, by default the plane; dynamic scheduler only.
+        microbatch_multiple: the number of micro-batches is made a multiple of this; in lock-step only.
+        ranks_per_node: ranks of the plane in one node, for groups to stay inside nodes where they can. By default the
+            cost model's, or with several nodes the processes of a node over ``tensor_model_parallel_size``. Dynamic
+            scheduler only.
+        rank_speeds: speed of each rank of the plane, 1.0 for a full share of work; dynamic scheduler only.
+        plan_ahead: read each batch while the one before is computed, and plan it in a thread. ``False`` plans at the
+            step.
         accelerator: as in Lightning.
         parallel_devices: as in Lightning.
         cluster_environment: as in Lightning.
@@ -89,13 +107,21 @@ class DCPStrategy(DDPStrategy):
         context_parallel_size: int = 1,
         *,
         dynamic_context_parallel: bool = True,
+        scheduler: Literal["dynamic", "static", "megatron"] | Scheduler | Callable[[int], Scheduler] | None = None,
         max_seqlen_per_dp_cp_rank: int = 8192,
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
         loss_normalization: LossNormalization = "tokens",
         layout: Literal["zigzag", "contiguous"] = "zigzag",
         regions: list[str] | None = None,
-        cost_model: CostModel | None = None,
+        cost_model: CostModel | str | Path | None = None,
+        schedule_mode: Literal["free", "lockstep"] = "free",
+        min_context_parallel_size: int = 1,
+        max_context_parallel_size: int | None = None,
+        microbatch_multiple: int = 1,
+        ranks_per_node: int | None = None,
+        rank_speeds: list[float] | None = None,
+        plan_ahead: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -123,17 +149,33 @@ class DCPStrategy(DDPStrategy):
         self.loss_normalization: LossNormalization = loss_normalization
         self.layout = layout
         self.region_names = regions
-        self.cost_model = cost_model or CostModel()
+        self.plan_ahead = plan_ahead
+        self.cost_model, problems = checks.cost_model_of(cost_model)
+        self.scheduler_choice = SchedulerChoice(
+            scheduler,
+            dynamic_context_parallel,
+            context_parallel_size,
+            max_seqlen_per_dp_cp_rank,
+            self.cost_model,
+            layout,
+            schedule_mode,
+            min_context_parallel_size,
+            max_context_parallel_size,
+            microbatch_multiple,
+            ranks_per_node,
+            None if rank_speeds is None else tuple(rank_speeds),
+        )
         self.clock = WaitClock()
         self.gradient_reductions = 0
         self._groups: ParallelGroups | None = None
         self._regions: Regions | None = None
-        self._scheduler: Scheduler | None = None
+        self._choice = self.scheduler_choice
+        self._planner: PlanAhead | None = None
         self._callback: SchedulerCallback | None = None
         self._watchdog: Watchdog | None = None
         self._stash: list[Tensor | None] | None = None
         self._running_packs = False
-        raise_problems(checks.argument_problems(self))
+        raise_problems(problems + checks.argument_problems(self))
 
     # ---------------------------------------------------------------- set-up
 
@@ -169,6 +211,13 @@ class DCPStrategy(DDPStrategy):
         return self._callback
 
     @property
+    def plan_counts(self) -> PlanCounts:
+        """How many plans of this run were ready before their steps, and how long steps waited for plans."""
+        if self._planner is None:
+            raise RuntimeError("plans are counted when a run starts")
+        return self._planner.counts
+
+    @property
     def _module(self) -> LightningModule:
         if self.lightning_module is None:
             raise RuntimeError("no LightningModule is connected yet")
@@ -201,6 +250,7 @@ class DCPStrategy(DDPStrategy):
             callbacks.remove(found)
         callbacks.insert(0, found)  # first, so that its on_exception comes before callbacks that save checkpoints
         self._callback = found
+        self._choice = checks.choice_in_force(self.scheduler_choice, found)
         # Every rank reads every batch, so there is nothing to distribute; Lightning's sampler would also shuffle
         # training data that the user did not ask to shuffle.
         model.trainer._accelerator_connector.use_distributed_sampler = False
@@ -218,7 +268,7 @@ class DCPStrategy(DDPStrategy):
         """Check the module, find its regions, and bring it and its optimizers to the device."""
         self._regions = checks.check_module(self, self._module, trainer)
         self._regions.install()
-        self._scheduler = self.callback.resolve(self._default_scheduler, self.topology.plane_size)
+        self._planner = self._new_planner()
         if self.accelerator is None or self.model is None:
             raise RuntimeError("setup() needs an accelerator and a model; the Trainer provides both")
         self.accelerator.setup(trainer)
@@ -237,45 +287,49 @@ class DCPStrategy(DDPStrategy):
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
         rank_zero_info(self.describe())
 
-    def _default_scheduler(self) -> Scheduler:
-        ranks, limit = self.topology.plane_size, self.max_seqlen_per_dp_cp_rank
-        if self.dynamic_context_parallel:
-            return DynamicScheduler(ranks, limit, cost=self.cost_model, layout=self.layout)
-        return StaticScheduler(ranks, limit, self.context_parallel_size, layout=self.layout)
+    def _new_planner(self) -> PlanAhead:
+        ranks = self.topology.plane_size
+        scheduler = self._choice.build(ranks, self._plane_ranks_in_node())
+        return PlanAhead(scheduler, ranks, enabled=self.plan_ahead)
+
+    def _plane_ranks_in_node(self) -> int | None:
+        """Ranks of the plane in one node, with several: those of a tensor-parallel group lie next to each other."""
+        return max(1, self.num_processes // self.tensor_model_parallel_size) if self.num_nodes > 1 else None
 
     def describe(self) -> str:
         """The sizes in force, in words."""
-        t = self.topology
-        sizes = t.cp_sizes if self.dynamic_context_parallel else [self.context_parallel_size]
-        largest = max(sizes) * self.max_seqlen_per_dp_cp_rank
-        return (
-            f"Context parallelism: {'dynamic' if self.dynamic_context_parallel else 'static'}, "
-            f"sizes {', '.join(map(str, sizes))} on a plane of {t.plane_size} rank(s) "
-            f"(world {t.world_size} / TP {t.tensor_model_parallel_size} / PP {t.pipeline_model_parallel_size}); "
-            f"at most {self.max_seqlen_per_dp_cp_rank} tokens a rank, {largest} a sample; layout {self.layout}; "
-            f"loss per {self.loss_normalization}; regions: {', '.join(name or 'forward' for name in self.regions.modules)}"
-        )
+        t, limit = self.topology, self.max_seqlen_per_dp_cp_rank
+        sizes = self._choice.sizes(t.plane_size, self._plane_ranks_in_node())
+        parts = [
+            f"Context parallelism: {self._choice.name}, sizes {', '.join(map(str, sizes))} on a plane of "
+            f"{t.plane_size} rank(s) (world {t.world_size} / TP {t.tensor_model_parallel_size} / "
+            f"PP {t.pipeline_model_parallel_size})",
+            f"at most {limit} tokens a rank, {sizes[-1] * limit} a sample",
+            self._choice.settings,
+            f"loss per {self.loss_normalization}",
+            f"regions: {', '.join(name or 'forward' for name in self.regions.modules)}",
+        ]
+        return "; ".join(parts)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give all ranks the same batches; make training loaders resumable inside an epoch."""
+        """Give all ranks the same batches; make training loaders resumable inside an epoch; read one batch ahead."""
         raise_problems(checks.loader_problems(dataloader))
-        if not isinstance(dataloader, DataLoader) or not checks.is_map_style(dataloader):
-            return dataloader
-        seeded = with_seeded_order(dataloader, self._trainer.state.stage)
-        if not self._trainer.training:
-            return seeded
-        return ResumableLoader(seeded, limit=self._trainer.limit_train_batches)
+        return prepare_loader(dataloader, self._trainer, self._announce if self.plan_ahead else None)
+
+    def _announce(self, batch: Any) -> None:
+        if self._planner is not None:
+            self._planner.submit(batch)
 
     # ------------------------------------------------------------- each batch
 
     def schedule(self, batch: Any, batch_idx: int) -> ScheduledBatch:
         """Plan a batch; called by the scheduler callback."""
-        if self._scheduler is None:
+        if self._planner is None:
             raise RuntimeError("the scheduler is made when a run starts")
         with self._naming_failures():
             return schedule_batch(
                 batch,
-                self._scheduler,
+                self._planner,
                 self.groups,
                 normalization=self.loss_normalization,
                 device=self.root_device,
@@ -403,7 +457,9 @@ class DCPStrategy(DDPStrategy):
             self._watchdog.report(exception)
 
     def teardown(self) -> None:
-        """Give the module its own ``forward`` back."""
+        """Give the module its own ``forward`` back, and end the threads."""
+        if self._planner is not None:
+            self._planner.close()
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None

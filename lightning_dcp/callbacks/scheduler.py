@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_dcp.errors import ConfigurationError, Problem
-from lightning_dcp.schedule.plan import Scheduler
+from lightning_dcp.schedule.choice import SchedulerLike
 from lightning_dcp.step.runner import BatchResult
 from lightning_dcp.step.scheduled import ScheduledBatch
 
@@ -16,19 +15,24 @@ from lightning_dcp.step.scheduled import ScheduledBatch
 class SchedulerCallback(Callback):
     """Plans every batch, whatever loop it is in.
 
-    :class:`~lightning_dcp.DCPStrategy` adds one if the trainer has none. Add one yourself to use a scheduler of your
-    own: an object with ``schedule(lengths) -> StepPlan``, or a function from the plane's size to one. It decides alone:
-    the strategy's ``dynamic_context_parallel``, ``layout`` and ``cost_model`` are settings of the built-in schedulers.
+    :class:`~lightning_dcp.DCPStrategy` adds one if the trainer has none. A scheduler of your own is given here or as
+    ``DCPStrategy(scheduler=...)``: an object with ``schedule(lengths) -> StepPlan``, or a function (or class) from the
+    plane's size to one. It decides alone; options of the built-in schedulers are refused beside it.
+
+    ``schedule`` runs in a thread of its own, while the batch before is computed: once for each batch, in the order in
+    which the loaders are read, never twice at the same time. What it returns must follow from the lengths and its own
+    settings alone: a batch that hooks change between loader and step is planned again, and so is one whose planning
+    failed, so that the error is raised by its step. ``DCPStrategy(plan_ahead=False)`` plans in the step.
 
     Args:
-        scheduler: the scheduler; by default the strategy's (dynamic, or static with ``dynamic_context_parallel=False``).
+        scheduler: the scheduler; by default what the strategy's arguments say.
 
     Attributes:
         scheduled: the batch of the step under way, with its plan.
         result: what the last step gave.
     """
 
-    def __init__(self, scheduler: Scheduler | Callable[[int], Scheduler] | None = None) -> None:
+    def __init__(self, scheduler: SchedulerLike | None = None) -> None:
         self.scheduler = scheduler
         self.scheduled: ScheduledBatch | None = None
         self.result: BatchResult | None = None
@@ -47,12 +51,6 @@ class SchedulerCallback(Callback):
                     )
                 ]
             )
-
-    def resolve(self, default: Callable[[], Scheduler], plane_size: int) -> Scheduler:
-        """The scheduler in force, made at set-up."""
-        if self.scheduler is None:
-            return default()
-        return self.scheduler if hasattr(self.scheduler, "schedule") else self.scheduler(plane_size)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan a training batch."""

@@ -19,7 +19,9 @@ from lightning_dcp.errors import ConfigurationError, Problem
 class RunSummary(Callback):
     """Counts packs and times steps while training, and prints a table at the end.
 
-    The busy share is the part of the time of all ranks, while packs run, that is not spent waiting for others.
+    The busy share is the part of the time of all ranks, while packs run, that is not spent waiting for others. A plan is
+    ready if it was there when its step asked for it (on this rank); how long steps waited for plans is no part of the
+    step time.
 
     Args:
         validation_metric: the logged value shown as validation loss.
@@ -34,6 +36,8 @@ class RunSummary(Callback):
         self.tokens: list[int] = []
         self.seconds: list[float] = []
         self.busy: list[float] = []
+        self.plans_ready = 0
+        self.plans_waited_s = 0.0
         self._start = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -51,6 +55,7 @@ class RunSummary(Callback):
         for values in (self.losses, self.microbatches, self.tokens, self.seconds, self.busy):
             values.clear()
         self.packs_by_size.clear()
+        self.plans_ready, self.plans_waited_s = 0, 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
@@ -69,6 +74,8 @@ class RunSummary(Callback):
         self.packs_by_size.update(pack.cp_size for pack in plan.packs())
         self.microbatches.append(len(plan.microbatches))
         self.tokens.append(sum(plan.lengths))
+        self.plans_ready += scheduled.planned.ready
+        self.plans_waited_s += scheduled.planned.waited_s
         self.busy.append(sum(result.busy) / (len(result.busy) * result.seconds) if result.seconds else 0.0)
         output = result.output  # Lightning divides its own copy of the loss by accumulate_grad_batches
         self.losses.append(float(output["loss"] if isinstance(output, Mapping) else output))
@@ -85,6 +92,9 @@ class RunSummary(Callback):
         if self.seconds and trainer.is_global_zero:
             Console().print(self._table(trainer, folder))
 
+    def _plans_text(self) -> str:
+        return f"{self.plans_ready} of {len(self.microbatches)}; waited {self.plans_waited_s:.2f} s"
+
     def _table(self, trainer: Trainer, folder: str) -> Table:
         skip = self.warmup_steps if len(self.seconds) > self.warmup_steps else 0
         table = Table(title="Training with context parallelism", show_header=False)
@@ -96,6 +106,7 @@ class RunSummary(Callback):
             "tokens/s, all ranks": f"{self.tokens_per_second:,.0f}",
             "packs by context-parallel size": sizes,
             "micro-batches a step": f"{sum(self.microbatches) / len(self.microbatches):.2f}",
+            "plans ready before their step": self._plans_text(),
             "busy share of the ranks": f"{sum(self.busy[skip:]) / len(self.busy[skip:]):.1%}",
             "training loss, first and last": f"{self.losses[0]:.4f}, {self.losses[-1]:.4f}",
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_dcp.data.ahead import Announce, epoch_batches, read_ahead
 from lightning_dcp.errors import DataError, Problem, raise_problems
 
 GLOBALLY_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -37,6 +38,10 @@ class ResumableLoader:
         limit: what the trainer takes of an epoch, as in ``Trainer(limit_train_batches=...)``. It must be told here
             too, for a state saved with the last batch of an epoch to mean the start of the next one.
 
+    Attributes:
+        announce: if given, told of each batch once it is read, and one batch of the epoch is read ahead. A batch counts
+            as handed out when it is, not when it is read: one that is read ahead is read again by a resumed run.
+
     Raises:
         ConfigurationError: not a ``DataLoader``, or one over an iterable-style data set.
     """
@@ -45,6 +50,7 @@ class ResumableLoader:
         raise_problems(_problems(loader))
         self._source = loader
         self._limit = limit
+        self.announce: Announce | None = None
         self._handed_out = 0
         self._to_skip = 0
         self._indices = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
@@ -95,11 +101,14 @@ class ResumableLoader:
         self._handed_out, self._to_skip = self._to_skip, 0
         count = self._handed_out
         self._indices.skip = count
-        for batch in self._loader:
+        for batch in self._batches(self._epoch_length() - count):
             count += 1
             self._handed_out = count  # before the yield, so that a state saved during the step counts its batch
             yield batch
         self._handed_out = 0
+
+    def _batches(self, most: float) -> Iterable[Any]:
+        return self._loader if self.announce is None else read_ahead(self._loader, self.announce, most)
 
     def state_dict(self) -> dict[str, int]:
         """``batches``: how many of the running epoch have been handed out; 0 once all of them have."""
@@ -129,10 +138,9 @@ class ResumableLoader:
             )
         self._to_skip, self._handed_out = batches, 0
 
-    def _epoch_length(self) -> int:
+    def _epoch_length(self) -> float:
         """Batches of one epoch as the trainer counts them."""
-        length = len(self._loader)
-        return min(length, self._limit) if isinstance(self._limit, int) else int(length * self._limit)
+        return epoch_batches(self._loader, self._limit)
 
 
 class _SkippingSampler:

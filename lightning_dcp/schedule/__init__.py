@@ -5,17 +5,21 @@ from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.cost_file import load_cost_model, save_cost_model
 from lightning_dcp.schedule.dynamic import DynamicScheduler
 from lightning_dcp.schedule.hardware import HARDWARE, from_transformer_config, preset
+from lightning_dcp.schedule.megatron import MegatronScheduler
 from lightning_dcp.schedule.plan import MicroBatch, Pack, Scheduler, StepPlan
 from lightning_dcp.schedule.simulate import PackRun, Simulation, simulate
 from lightning_dcp.schedule.static import StaticScheduler
+from lightning_dcp.schedule.summary import PlanSummary, summarize
 
 __all__ = [
     "HARDWARE",
     "CostModel",
     "DynamicScheduler",
+    "MegatronScheduler",
     "MicroBatch",
     "Pack",
     "PackRun",
+    "PlanSummary",
     "Scheduler",
     "Simulation",
     "StaticScheduler",
@@ -26,4 +30,5 @@ __all__ = [
     "preset",
     "save_cost_model",
     "simulate",
+    "summarize",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
@@ -11,6 +12,11 @@ import numpy as np
 from lightning_dcp.schedule.bins import Bin, Round, distribute, step_seconds, take_places
 from lightning_dcp.schedule.polish import polish
 from lightning_dcp.schedule.workload import Sizes, Workload
+
+EVEN = 2e-3
+"""Part of a round that a pack may be longer than the others."""
+CHANGES = 100
+"""Most samples that are moved to even an arrangement out."""
 
 
 def arrange(load: Workload, sizes: Sizes, count: int) -> list[Round] | None:
@@ -26,7 +32,9 @@ def arrange(load: Workload, sizes: Sizes, count: int) -> list[Round] | None:
     levels = {c: np.flatnonzero(sizes == c).tolist() for c in reversed(load.sizes)}
     work = {c: sum([load.share(c)[s] for s in samples]) for c, samples in levels.items()}
     average = sum([c * seconds for c, seconds in work.items()]) / (count * load.ranks)
-    cut: list[Bin] = []
+    long = [s for s in levels[smallest] if load.share(smallest)[s] > average]  # make their round long by themselves
+    levels[smallest] = levels[smallest][len(long) :]
+    cut = [Bin(smallest).with_samples([s], load) for s in long]
     for c, samples in levels.items():
         if c != smallest and samples:
             cut += _cut_bins(load, c, samples, work[c] / average)
@@ -55,25 +63,30 @@ def even_out(load: Workload, rounds: list[Round]) -> list[Round]:
     if len(own) < 2:
         return rounds
     for packs, bins in zip(rounds, movable, strict=True):
-        cut = max([b.end for b in packs if b.c != c], default=0.0)
+        target = max([b.end for b in packs if b.c != c], default=0.0)
+        target = max(target, sum([b.end for b in bins]) / max(len(bins), 1))
         for b in bins:
-            b.target = max(cut, sum([other.end for other in bins]) / len(bins))
+            b.target = target
     held = [list(b.samples) for b in own]
     slacks = [b.slack for b in own]
     speeds = [b.speed for b in own]
-    polish(load, c, slacks, held, speeds, good=sum(slacks) / len(slacks), changes=2 * len(own), one_pack=True)
-    evened = {id(b): b.with_samples(sorted(samples), load) for b, samples in zip(own, held, strict=True)}
+    good = sum(slacks) / len(slacks) + EVEN * step_seconds(rounds) / len(rounds)
+    polish(load, c, slacks, held, speeds, good=good, changes=min(2 * len(own), CHANGES), one_pack=True)
+    changed = [(b, samples) for b, samples in zip(own, held, strict=True) if samples != b.samples]
+    evened = {id(b): b.with_samples(sorted(samples), load) for b, samples in changed}
     return _best_order(load, [[evened.get(id(b), b) for b in packs] for packs in rounds])
 
 
 def _best_order(load: Workload, rounds: list[Round]) -> list[Round]:
     """The rounds as they are, or their packs dealt out anew by length, if that is faster."""
-    again = distribute([b.with_samples(b.samples, load) for packs in rounds for b in packs], load.ranks, len(rounds))
+    bins = [b for packs in rounds for b in packs]
+    if load.speeds is not None:  # a bin's speed is that of its place
+        bins = [copy(b) for b in bins]
+    again = distribute(bins, load.ranks, len(rounds))
     choices = [rounds] if again is None else [rounds, again]
-    for choice in choices:
-        if load.speeds is not None:
-            for packs in choice:
-                take_places(packs, load)
+    if load.speeds is not None:
+        for packs in (packs for choice in choices for packs in choice):
+            take_places(packs, load)
     return min(choices, key=step_seconds)
 
 
@@ -81,13 +94,16 @@ def _cut_bins(load: Workload, c: int, samples: list[int], wanted: float) -> list
     """Packs of samples of one size: about as many as wanted, each about as long as the others."""
     tokens = sum([load.lengths[s] for s in samples])
     count = min(max(math.ceil(wanted - 1e-9), -(-tokens // (c * load.limit))), len(samples))
-    bins = [Bin(c) for _ in range(count)]
-    for sample in samples:
-        fitting = [b for b in bins if b.has_room(sample, load)]
-        if not fitting:
+    bins = [Bin(c).with_samples([sample], load) for sample in samples[:count]]
+    heap = [(b.seconds, number) for number, b in enumerate(bins)]
+    heapify(heap)
+    for sample in samples[count:]:
+        if not bins[heap[0][1]].has_room(sample, load):
             bins.append(Bin(c))
-            fitting = bins[-1:]
-        min(fitting, key=lambda b: b.seconds).add(sample, load)
+            heappush(heap, (0.0, len(bins) - 1))
+        number = heap[0][1]
+        bins[number].add(sample, load)
+        heapreplace(heap, (bins[number].seconds, number))
     return bins
 
 

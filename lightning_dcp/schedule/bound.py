@@ -152,11 +152,20 @@ class _LongRound:
             alone = float(self.alone[number, sample])
             if not math.isfinite(alone):
                 continue
-            beside = float(np.interp((ranks - c) * limit, held, done)) + (ranks - c) * overhead
+            beside = self._most_work((ranks - c) * limit, held, done) + (ranks - c) * overhead
             lost = max(0.0, (ranks - c) * alone - beside)
             work = self.total - float(self.cheapest[sample]) + float(self.hidden[number, sample])
             steps.append((work + lost) / ranks)
         return min(steps)
+
+    @staticmethod
+    def _most_work(room: int, held: NDArray[np.int64], done: FloatArray) -> float:
+        """Most work in so many tokens, if samples can be taken in parts: the densest first."""
+        full = int(np.searchsorted(held, room, side="right")) - 1
+        if full == len(held) - 1:
+            return float(done[-1])
+        part = (room - int(held[full])) / int(held[full + 1] - held[full])
+        return float(done[full]) + part * float(done[full + 1] - done[full])
 
 
 class _AtSize(NamedTuple):

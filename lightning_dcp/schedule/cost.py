@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -200,7 +201,7 @@ def _is_table(value: Any) -> bool:
     if len(pairs) != len(value) or not all(_is_number(n) and _is_number(share) for n, share in pairs):
         return False
     tokens = [n for n, _ in pairs]
-    ascending = all(a < b for a, b in zip(tokens, tokens[1:], strict=False))
+    ascending = all(a < b for a, b in pairwise(tokens))
     return ascending and all(n == int(n) and n > 0 for n in tokens) and all(0 < share <= 1 for _, share in pairs)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from lightning_dcp.schedule.arrange import arrange, even_out
 from lightning_dcp.schedule.bins import Round, idle_seconds, step_seconds, take_places
 from lightning_dcp.schedule.plan import MicroBatch, Pack
@@ -12,17 +14,19 @@ from lightning_dcp.schedule.workload import Sizes, Workload
 
 ENOUGH = 1.02
 """A step that takes at most so many times the lower bound is not worth another try."""
+HARD = 1.03
+"""A step that takes more than so many times the lower bound is worth other sizes for its longest samples."""
 PROMISING = 1.03
 """An arrangement is worth evening out if it takes at most so many times the best one."""
-SHARES_OF_ROUND = (1.5, 1.8, 1.0, 2.5, 1.25, 2.1, 0.7, 3.2)
+SHARES_OF_ROUND = (1.8, 1.5, 2.1, 1.25, 1.0, 2.5, 0.7, 3.2)
 """How much longer than an average round one sample may take before it is cut further. Rounds of long samples only may
 well be longer than others; smaller pieces share out more evenly."""
-COUNTS = 3
-"""How many numbers of rounds are tried, from the fewest that hold all tokens: more room makes for better balance."""
 LONGEST = 8
 """How many of the longest samples are tried at other sizes."""
-WORK = 40_000
-"""Most samples that all tries together may place."""
+FEW = 1024
+"""Samples of a batch up to which every promising arrangement is evened out; of larger ones only the best is."""
+FEWEST_TRIES, MOST_TRIES, TRIES_BY_SHARE = 6, 60, 160
+"""How many arrangements are tried: ``TRIES_BY_SHARE`` over the samples a rank, since few are harder to share out."""
 
 
 class Arrangement(NamedTuple):
@@ -44,23 +48,35 @@ def plan_lockstep(load: Workload, bound: float, multiple: int = 1) -> Arrangemen
         multiple: the number of rounds must be a multiple of this.
     """
     search = _Search(load, bound)
-    capacity = load.ranks * load.limit * multiple
-    fewest = -(-sum(load.lengths) // capacity) * multiple
-    for count in range(fewest, fewest + COUNTS * multiple, multiple):
-        for share in SHARES_OF_ROUND:
+    counts = _round_counts(load, multiple)
+    for share in SHARES_OF_ROUND:
+        for count in counts:
             if share <= 1.1 * count:  # no sample may take longer than the step
                 search.attempt(load.smallest_within(bound / count * share), count)
     search.resize_longest()
-    return search.best
+    return search.evened()
+
+
+def _round_counts(load: Workload, multiple: int) -> list[int]:
+    """Numbers of rounds to try: a few more than the tokens need, and as many as long samples need.
+
+    A sample over the limit of one rank fills its group, as few samples are short enough to share what is left there.
+    """
+    sizes = load.smallest_within(math.inf)
+    held = np.where(sizes > load.sizes[0], sizes * load.limit, load.tokens)
+    capacity = load.ranks * load.limit * multiple
+    fewest, roomy = -(-sum(load.lengths) // capacity), -(-int(held.sum()) // capacity)
+    return [count * multiple for count in dict.fromkeys([fewest + 1, fewest + 2, fewest, roomy, roomy + 1])]
 
 
 class _Search:
     """The best arrangement so far, and how many more may be tried."""
 
     def __init__(self, load: Workload, bound: float) -> None:
-        self.load, self.good = load, bound * ENOUGH
+        self.load, self.bound = load, bound
         self.best: Arrangement | None = None
-        self.tries = max(WORK // len(load.lengths), 2)
+        by_share = TRIES_BY_SHARE * load.ranks // len(load.lengths)
+        self.tries = max(FEWEST_TRIES, min(MOST_TRIES, by_share)) if len(load.lengths) <= FEW else FEWEST_TRIES
         self.tried: set[tuple[int, bytes]] = set()
 
     @property
@@ -69,7 +85,7 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        return self.tries <= 0 or self.seconds <= self.good
+        return self.tries <= 0 or self.seconds <= self.bound * ENOUGH
 
     def attempt(self, sizes: Sizes, count: int) -> None:
         """Arrange the samples at these sizes in so many rounds, unless that has been done."""
@@ -78,16 +94,26 @@ class _Search:
         self.tried.add((count, sizes.tobytes()))
         self.tries -= 1
         rounds = arrange(self.load, sizes, count)
-        if rounds is not None and step_seconds(rounds) < self.seconds * PROMISING:
+        if rounds is None:
+            return
+        if len(self.load.lengths) <= FEW and step_seconds(rounds) < self.seconds * PROMISING:
             rounds = even_out(self.load, rounds)
-        if rounds is not None and step_seconds(rounds) < self.seconds:
+        if step_seconds(rounds) < self.seconds:
             self.best = Arrangement(step_seconds(rounds), rounds, sizes)
+
+    def evened(self) -> Arrangement | None:
+        """The best arrangement, evened out."""
+        if self.best is None or len(self.load.lengths) <= FEW:
+            return self.best
+        rounds = even_out(self.load, self.best.rounds)
+        return Arrangement(step_seconds(rounds), rounds, self.best.sizes)
 
     def resize_longest(self) -> None:
         """Cut long samples of the best arrangement one size further, or one less, as long as that helps."""
-        while self.best is not None and not self.over:
+        while self.best is not None and not self.over and self.seconds > self.bound * HARD:
             before = self.best
-            longest_pack = max(max(before.rounds, key=idle_seconds), key=lambda b: b.end)
+            worst = max(range(len(before.rounds)), key=[idle_seconds(packs) for packs in before.rounds].__getitem__)
+            longest_pack = max(before.rounds[worst], key=lambda b: b.end)
             longest = range(min(LONGEST, len(before.sizes)))
             for sample in dict.fromkeys([min(longest_pack.samples), *longest]):
                 for c in self._neighbours(int(before.sizes[sample])):

@@ -18,7 +18,8 @@ from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.groups import ParallelGroups
 from lightning_dcp.parallel.randomness import seed_of
-from lightning_dcp.schedule.plan import Pack, Scheduler, StepPlan
+from lightning_dcp.schedule.plan import Pack, StepPlan
+from lightning_dcp.step.ahead import PlanAhead, Planned
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ScheduledBatch:
 
     Attributes:
         view: the whole batch.
-        plan: who does what; the same on every rank of the plane.
+        planned: who does what, the same on every rank of the plane; and whether the step had to wait for it.
         groups: the process groups.
         normalization: what the user's loss is over one batch.
         device: where the packs are computed.
@@ -59,12 +60,17 @@ class ScheduledBatch:
     """
 
     view: BatchView
-    plan: StepPlan
+    planned: Planned
     groups: ParallelGroups
     normalization: LossNormalization
     device: torch.device
     clock: WaitClock
     seed: int = 0
+
+    @property
+    def plan(self) -> StepPlan:
+        """Who does what."""
+        return self.planned.plan
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
@@ -96,7 +102,7 @@ class ScheduledBatch:
 
 def schedule_batch(
     batch: Any,
-    scheduler: Scheduler,
+    planner: PlanAhead,
     groups: ParallelGroups,
     *,
     normalization: LossNormalization,
@@ -114,16 +120,15 @@ def schedule_batch(
     whole = view(batch)
     whole.check()
     try:
-        plan = scheduler.schedule(whole.lengths)
+        planned = planner.plan(whole.lengths)
     except SampleTooLongError as error:
         raise error.named(whole.sample_ids[error.sample]) from None
-    plan.validate()
-    _check_agreement(plan, whole, groups, clock)
-    return ScheduledBatch(whole, plan, groups, normalization, device, clock, seed)
+    _check_agreement(planned, whole, groups, clock)
+    return ScheduledBatch(whole, planned, groups, normalization, device, clock, seed)
 
 
-def _check_agreement(plan: StepPlan, whole: BatchView, groups: ParallelGroups, clock: WaitClock) -> None:
-    own = torch.tensor([plan.digest(), whole.fingerprint()])
+def _check_agreement(planned: Planned, whole: BatchView, groups: ParallelGroups, clock: WaitClock) -> None:
+    own = torch.tensor([planned.digest, whole.fingerprint()])
     every = [torch.empty_like(own) for _ in groups.plane_ranks]
     with clock.waiting():
         dist.all_gather(every, own, group=groups.control)

@@ -146,6 +146,66 @@ def test_an_abandoned_epoch_is_followed_by_a_whole_one():
     assert list(loader) == whole
 
 
+@ALL_WORKERS
+@pytest.mark.parametrize("batches", [1, 4, 5])
+def test_a_batch_that_was_only_read_ahead_is_read_again_by_a_resumed_epoch(num_workers, persistent_workers, batches):
+    options = {"num_workers": num_workers, "persistent_workers": persistent_workers}
+    whole = epochs(make(), 0, 2)
+    first, announced = make(**options), []
+    first.announce = announced.append
+    first.sampler.set_epoch(0)
+    iterator = iter(first)
+    head = [next(iterator) for _ in range(batches)]
+    assert first.state_dict() == {"batches": batches}
+    assert announced == whole[0][: batches + 1]
+    second = make(**options)
+    second.announce = announced.append
+    second.load_state_dict(first.state_dict())
+    assert [head + epochs(second, 0, 1)[0], *epochs(second, 1, 1)] == whole
+    assert second.state_dict() == {"batches": 0}
+
+
+@pytest.mark.parametrize(("limit", "skip"), [(3, 0), (4, 2), (1.0, 0)])
+def test_nothing_beyond_the_trainers_limit_is_read_ahead(limit, skip):
+    loader = make(limit=limit)
+    loader.announce = lambda batch: None
+    loader.load_state_dict({"batches": skip})
+    iterator = iter(loader)
+    expected = [next(iterator) for _ in range((6 if limit == 1.0 else limit) - skip)]
+    assert loader.dataset.read == [index for batch in expected for index in batch]
+    assert loader.state_dict() == {"batches": 0}
+
+
+def test_an_error_while_reading_ahead_leaves_the_batch_before_it_alone():
+    class Broken(Numbers):
+        def __getitem__(self, index):
+            if index == 4:
+                raise ValueError("broken")
+            return index
+
+    loader = ResumableLoader(DataLoader(Broken(8), batch_size=2, collate_fn=list))
+    loader.announce = lambda batch: None
+    iterator = iter(loader)
+    assert [next(iterator), next(iterator)] == [[0, 1], [2, 3]]
+    assert loader.state_dict() == {"batches": 2}
+    with pytest.raises(ValueError, match="broken"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("announce", [None, lambda batch: None])
+def test_a_batch_sampler_without_length_is_counted_too(announce):
+    class Batches:
+        def __iter__(self):
+            return iter([[0, 1], [2], [3, 4]])
+
+    loader = ResumableLoader(DataLoader(Numbers(5), batch_sampler=Batches(), collate_fn=list))
+    loader.announce = announce
+    next(iter(loader))
+    assert loader.state_dict() == {"batches": 1}
+    loader.load_state_dict({"batches": 1})
+    assert list(loader) == [[2], [3, 4]]
+
+
 def test_without_batches():
     loader = make(batch_size=None, collate_fn=int)
     whole = list(loader)

@@ -45,9 +45,18 @@ class Resuming(SingleDeviceStrategy):
     """Wraps loaders as a strategy does, after Lightning is done with the sampler."""
 
     limit = 1.0
+    ahead = False
 
     def process_dataloader(self, dataloader):
-        return ResumableLoader(dataloader, limit=self.limit)
+        loader = ResumableLoader(dataloader, limit=self.limit)
+        loader.announce = (lambda batch: None) if self.ahead else None
+        return loader
+
+
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def ahead(request, monkeypatch):
+    """Without and with reading one batch ahead."""
+    monkeypatch.setattr(Resuming, "ahead", request.param)
 
 
 def load(index):
@@ -112,12 +121,12 @@ def test_uninterrupted_epochs_cover_the_data_in_different_orders(tmp_path):
     assert len({tuple(order) for order in by_epoch}) == EPOCHS
 
 
-def test_after_every_step(tmp_path):
+def test_after_every_step(tmp_path, ahead):
     _, checkpoints = check_every_checkpoint(tmp_path)
     assert sorted(checkpoints) == list(range(1, EPOCHS * BATCHES + 1))
 
 
-def test_after_every_step_counted_in_steps(tmp_path):
+def test_after_every_step_counted_in_steps(tmp_path, ahead):
     check_every_checkpoint(tmp_path, max_epochs=-1, max_steps=10)
 
 
@@ -138,19 +147,19 @@ def test_at_the_end_of_epochs_counted_in_steps_is_as_with_any_loader(tmp_path, m
 
 
 @pytest.mark.parametrize("steps", [{}, {"max_epochs": -1, "max_steps": 10}], ids=["epochs", "steps"])
-def test_after_validation_within_the_epoch(tmp_path, steps):
+def test_after_validation_within_the_epoch(tmp_path, steps, ahead):
     _, checkpoints = check_every_checkpoint(tmp_path, when="validation end", val_check_interval=2, **steps)
     assert {2, 4, 6} <= set(checkpoints)
 
 
 @pytest.mark.parametrize("steps", [{}, {"max_epochs": -1, "max_steps": 7}], ids=["epochs", "steps"])
-def test_with_a_limited_epoch(tmp_path, steps):
+def test_with_a_limited_epoch(tmp_path, steps, ahead):
     check_every_checkpoint(tmp_path, limit=3, **steps)
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("step", [2, 6], ids=["epoch 0", "epoch 1"])
-def test_with_workers(tmp_path, persistent_workers, step):
+def test_with_workers(tmp_path, persistent_workers, step, ahead):
     whole = fit(tmp_path, every=step)
     loader = make_loader(num_workers=2, persistent_workers=persistent_workers)
     resumed = fit(tmp_path, ckpt_path=tmp_path / f"step={step}.ckpt", loader=loader)

@@ -1,0 +1,79 @@
+"""What is recorded of a model's attention, and the kernel's efficiency."""
+
+import pytest
+import torch
+
+from lightning_dcp.attention import ring
+from lightning_dcp.attention.kernels import choose_kernel
+from lightning_dcp.attention.ring import ring_attention
+from lightning_dcp.calibration.kernel_speed import as_efficiency, attention_efficiency, table_lengths
+from lightning_dcp.calibration.record import AttentionCalls, AttentionShape, recording
+from lightning_dcp.parallel.context import make_context
+from lightning_dcp.parallel.groups import CPGroup
+from lightning_dcp.schedule import CostModel
+
+ALONE = CPGroup(None, (0,))
+
+
+def attend(heads, kv_heads, head_dim, dtype, lengths=(3, 4)):
+    context = make_context(ALONE, 0, lengths)
+    q, k, v = (
+        torch.randn(sum(lengths), n, head_dim, dtype=dtype).requires_grad_() for n in (heads, kv_heads, kv_heads)
+    )
+    return ring_attention(q, k, v, context), q
+
+
+def test_calls_are_recorded_by_shape_and_results_stay_the_same():
+    with recording() as calls:
+        torch.manual_seed(0)
+        out, q = attend(4, 2, 8, torch.float32)
+        out.sum().backward()
+        attend(2, 2, 8, torch.bfloat16)
+    torch.manual_seed(0)
+    plain, plain_q = attend(4, 2, 8, torch.float32)
+    plain.sum().backward()
+    assert torch.equal(out, plain)
+    assert torch.equal(q.grad, plain_q.grad)
+    wide, narrow = AttentionShape(4, 2, 8, torch.float32), AttentionShape(2, 2, 8, torch.bfloat16)
+    assert calls.forward == {wide: 1, narrow: 1}
+    assert calls.backward == {wide: 1}
+
+
+def test_bytes_of_a_hop_are_those_of_keys_values_and_their_gradients():
+    shape = AttentionShape(4, 2, 8, torch.bfloat16)
+    calls = AttentionCalls()
+    calls.forward[shape], calls.backward[shape] = 3, 2
+    numbers = 2 * 2 * 8
+    assert calls.hop_bytes == 3 * numbers * 2 + 2 * (numbers * 2 + numbers * 4)
+
+
+def test_recording_leaves_nothing_behind_not_even_after_an_error():
+    with pytest.raises(ZeroDivisionError), recording():
+        raise ZeroDivisionError
+    assert ring.choose_kernel is choose_kernel
+
+
+def test_the_table_goes_from_one_token_to_the_limit():
+    assert table_lengths(8) == (1, 2, 4, 8)
+    assert table_lengths(100) == (1, 2, 4, 8, 16, 32, 64, 100)
+
+
+def test_efficiency_is_speed_relative_to_the_best_and_never_falls():
+    assert as_efficiency([1, 2, 4], [1.0, 1.0, 1.0]) == ((1, 1 / 16), (2, 4 / 16), (4, 1.0))
+    # speeds 1, 4, 2, 8: the two in the middle that fall share their mean
+    assert as_efficiency([1, 2, 4, 8], [1.0, 1.0, 8.0, 8.0]) == ((1, 1 / 8), (2, 3 / 8), (4, 3 / 8), (8, 1.0))
+
+
+def test_a_real_kernel_is_slow_on_short_samples():
+    calls = AttentionCalls()
+    shape = AttentionShape(2, 1, 16, torch.float32)
+    calls.forward[shape] = calls.backward[shape] = 2
+    table = attention_efficiency(calls, 512, torch.device("cpu"))
+    shares = dict(table)
+    assert list(shares) == list(table_lengths(512))
+    assert 0 < shares[1] < 0.01 < shares[512] == 1.0
+    CostModel(linear=1.0, attention=1.0, efficiency=table)  # refuses what is no table
+
+
+def test_without_attention_the_table_says_full_speed():
+    assert attention_efficiency(AttentionCalls(), 512, torch.device("cpu")) == ((1, 1.0),)

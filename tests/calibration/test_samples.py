@@ -1,0 +1,67 @@
+"""Batches of chosen lengths in the format of a real one."""
+
+import pytest
+import torch
+
+from lightning_dcp.batch import PackedBatch, packed_to_jagged, packed_to_padded
+from lightning_dcp.batch.view import view
+from lightning_dcp.calibration.samples import SampleSource
+from lightning_dcp.errors import BatchError
+
+LENGTHS = (5, 2, 3)
+
+
+def packed():
+    ids = torch.arange(1, 11).unsqueeze(0)
+    labels = ids.clone()
+    labels[0, 3] = -100
+    return PackedBatch({"input_ids": ids, "labels": labels}, torch.tensor([0, 5, 7, 10]))
+
+
+FORMATS = {"packed": lambda batch: batch, "padded": packed_to_padded, "jagged": packed_to_jagged}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("lengths", [(3,), (25, 1, 4), (4, 4)])
+def test_batches_have_the_lengths_asked_for_and_real_tokens(name, lengths):
+    made = SampleSource(FORMATS[name](packed())).batch(lengths)
+    seen = view(made)
+    seen.check()
+    assert seen.lengths == lengths
+    ids, labels = seen.flatten(made["input_ids"]), seen.flatten(made["labels"])
+    expected = torch.arange(sum(lengths)) % 10 + 1
+    assert torch.equal(ids, expected)
+    assert torch.equal(labels, torch.where(expected == 4, -100, expected))
+    assert type(made) is type(FORMATS[name](packed()))
+
+
+def test_one_entry_a_sample_is_repeated_and_the_rest_handed_on():
+    batch = packed_to_padded(packed()) | {
+        "reward": torch.tensor([0.5, 1.5, 2.5]),
+        "names": ["a", "b", "c"],
+        "temperature": torch.tensor(0.7),
+    }
+    made = SampleSource(batch).batch([2, 2, 2, 2])
+    assert made["reward"].tolist() == [0.5, 1.5, 2.5, 0.5]
+    assert made["names"] == ["a", "b", "c", "a"]
+    assert made["temperature"] == torch.tensor(0.7)
+    assert made["attention_mask"].shape == (4, 2)
+
+
+def test_rows_without_a_mask_stay_without_one():
+    batch = {"input_ids": torch.arange(8).view(2, 4)}
+    assert set(SampleSource(batch).batch([6, 6])) == {"input_ids"}
+
+
+def test_a_mapping_of_its_own_kind_stays_one():
+    class Encoding(dict):
+        pass
+
+    made = SampleSource(Encoding(packed_to_padded(packed()))).batch([2, 7])
+    assert type(made) is Encoding
+    assert view(made).lengths == (2, 7)
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(BatchError, match="unknown batch format"):
+        SampleSource([1, 2, 3])
