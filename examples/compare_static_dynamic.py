@@ -55,7 +55,7 @@ def run(dynamic: bool, options: argparse.Namespace) -> StepTimer:
             "dynamic_context_parallel": dynamic,
             "context_parallel_size": options.context_parallel_size,
             "max_seqlen_per_dp_cp_rank": options.max_seqlen_per_dp_cp_rank,
-            "cost_model": {"class_path": "lightning_dcp.schedule.CostModel", "init_args": {"attention": 8.7e-4}},
+            "cost_model": str(DEMO.with_name("cost_demo_cpu.yaml")),
         },
     }
     overrides: dict[str, Any] = {

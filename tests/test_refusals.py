@@ -321,7 +321,7 @@ def test_steps_that_would_wait_for_each_other_are_refused(ranks: RankPool, modul
 @pytest.mark.parametrize("cost", [{"linear": -1.0}, {"attention": float("nan")}, {"linear": 0.0, "attention": 0.0}])
 def test_cost_models_without_sense_are_refused(cost: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError):
-        CostModel(**cost)
+        CostModel(**({"linear": 1e-5, "attention": 2e-9} | cost))
 
 
 class NoneLoss(TinyModule):

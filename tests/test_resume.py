@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from itertools import chain
 from pathlib import Path
@@ -39,6 +40,8 @@ class WithSchedule(TinyModule):
 
 
 def train(directory: str, steps: int, resume_from: str | None, batch_size: int, workers: int = 0) -> dict[str, Any]:
+    if workers:
+        gc.collect()  # process groups of earlier runs must not be left for a forked worker to free
     reads = Reads()
     run = trainer(
         strategy={"max_seqlen_per_dp_cp_rank": 64 // int(os.environ["TEST_WORLD_SIZE"])},

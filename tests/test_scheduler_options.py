@@ -296,7 +296,7 @@ from lightning_dcp.schedule import load_cost_model
 PREFIX = "--trainer.strategy.init_args."
 
 def strategy(*options):
-    args = ["--config", "configs/demo_cpu.yaml", *(PREFIX + option for option in options)]
+    args = ["--config", "configs/demo_cpu.yaml", *(PREFIX + option for option in ("cost_model=cpu", *options))]
     cli = LightningCLI(
         L.LightningModule, L.LightningDataModule, subclass_mode_model=True, subclass_mode_data=True,
         save_config_callback=None, run=False, args=args,
@@ -412,7 +412,7 @@ def plans_of(options: dict[str, Any]) -> list[tuple[str, list[list[int]]]]:
 
 
 def test_in_lock_step_all_ranks_run_the_same_number_of_micro_batches(ranks: RankPool) -> None:
-    for multiple in (1, 2, 3):
+    for multiple in (1, 3):
         plans = ranks.run(plans_of, 4, {"schedule_mode": "lockstep", "microbatch_multiple": multiple})[0]
         assert len(plans) == 3
         for mode, rounds in plans:

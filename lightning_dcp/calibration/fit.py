@@ -16,7 +16,7 @@ from lightning_dcp.schedule.cost import CostModel
 FloatArray = NDArray[np.float64]
 
 _OVERLAPS = tuple(step / 10 for step in range(11))
-_WORTH_IT = 0.99
+_WORTH_IT = 0.95
 """More overlap is taken only if it lowers the sum of squares at least to this share."""
 _TOO_FAST_TO_SEE = 1e15
 """Bytes/s where the transfers of more tokens took no more time."""

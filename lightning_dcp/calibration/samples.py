@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, MutableMapping, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from lightning_dcp.batch.view import BatchView, JaggedView, PackedView, view
 class SampleSource:
     """Makes batches whose samples have given lengths, of the tokens of one real batch.
 
-    Fields that hold one entry a token are cut, or repeated, to the length; a sample starts where the one before it
-    ended. Fields that hold one entry a sample repeat the real ones; all else is handed on. So ids, labels and masks
-    are ones that the model knows, although the text makes no sense.
+    Of fields that hold one entry a token, entries are taken from all over the batch, those of one token together: ids,
+    labels and masks are ones that the model knows, and each sample has its share of targets, also where the data begins
+    with a long prompt that has none. The text makes no sense. Fields that hold one entry a sample repeat the real ones;
+    all else is handed on.
 
     Args:
         batch: a batch in any supported format.
@@ -51,7 +53,7 @@ class SampleSource:
 
     def _packed(self, lengths: Sequence[int]) -> PackedBatch:
         available = len(next(iter(self._tokens.values())))
-        index = torch.arange(sum(lengths)) % available
+        index = torch.arange(sum(lengths)) * _stride(available) % available
         fields = {name: tokens[index.to(tokens.device)].unsqueeze(0) for name, tokens in self._tokens.items()}
         borders = torch.tensor([0, *lengths]).cumsum(0)
         return PackedBatch(fields, borders.to(next(iter(fields.values())).device))
@@ -65,6 +67,12 @@ class SampleSource:
         if isinstance(value, list | tuple) and len(value) == count and not hasattr(value, "_fields"):
             return type(value)(value[row] for row in rows)
         return value
+
+
+def _stride(count: int) -> int:
+    """A step that visits all of ``count`` places before it comes back, spread evenly at any time."""
+    golden = max(1, round(0.618 * count))
+    return next(step for step in range(golden, golden + count) if gcd(step, count) == 1)
 
 
 def _like(batch: Mapping[str, Any], values: dict[str, Any]) -> Any:

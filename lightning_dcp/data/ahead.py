@@ -14,9 +14,10 @@ Announce = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class _Read:
-    """What came of reading one batch: the batch, or what was raised instead (``StopIteration`` at the end)."""
+    """What came of reading one batch: the batch, the end, or an error."""
 
     batch: Any = None
+    ended: bool = False
     error: Exception | None = None
 
 
@@ -35,7 +36,7 @@ def read_ahead(batches: Iterable[Any], announce: Announce, most: float = math.in
     following = _read(iterator, announce)
     for count in itertools.count(1):
         current = following
-        if isinstance(current.error, StopIteration):
+        if current.ended:
             return
         if current.error is not None:
             raise current.error
@@ -50,6 +51,8 @@ def read_ahead(batches: Iterable[Any], announce: Announce, most: float = math.in
 def _read(iterator: Iterator[Any], announce: Announce) -> _Read:
     try:
         batch = next(iterator)
+    except StopIteration:  # not kept: its traceback would keep the iterator, and so its worker processes
+        return _Read(ended=True)
     except Exception as error:  # an interrupt is none, and ends the run at once
         return _Read(error=error)
     announce(batch)

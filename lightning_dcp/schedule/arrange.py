@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from copy import copy
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from lightning_dcp.schedule.workload import Sizes, Workload
 
 EVEN = 2e-3
 """Part of a round that a pack may be longer than the others."""
+GROWTHS, WAYS = 100, 4
+"""How many sets of packs are looked at, beside one for each rank, and how many ways on from each."""
 CHANGES = 100
 """Most samples that are moved to even an arrangement out."""
 
@@ -144,14 +147,46 @@ def _without_gaps(load: Workload, rounds: list[Round]) -> list[Round] | None:
     """Rounds in which every rank has a pack: the ranks of empty bins go to packs that are split or cut further."""
     done = []
     for packs in rounds:
-        used = [b for b in packs if b.samples]
-        while spare := load.ranks - sum(b.c for b in used):
-            grown = next(_grown(load, used, spare), None)
-            if grown is None:
-                return None
-            used = grown
-        done.append(used)
+        grown = _grow(load, [b for b in packs if b.samples], load.ranks)
+        if grown is None:
+            return None
+        done.append(grown)
     return done
+
+
+def any_arrangement(load: Workload, multiple: int) -> list[Round] | None:
+    """Some arrangement of a batch with few samples for its ranks, or ``None`` if none was found.
+
+    Samples share as few groups as they fit in, each of the smallest size; then groups are split or cut further until
+    they fill a number of rounds.
+    """
+    bins: list[Bin] = []
+    for sample, c in enumerate(load.smallest_within(math.inf).tolist()):
+        fitting = [b for b in bins if b.has_room(sample, load)]
+        if not fitting:
+            bins.append(Bin(c))
+            fitting = bins[-1:]
+        min(fitting, key=lambda b: b.c * load.limit - b.tokens).add(sample, load)
+    fewest = -(-sum(b.c for b in bins) // (load.ranks * multiple)) * multiple
+    most = len(load.lengths) * load.sizes[-1] // load.ranks
+    for count in range(fewest, most + 1, multiple):
+        grown = _grow(load, bins, count * load.ranks)
+        if grown is not None and (rounds := distribute(grown, load.ranks, count)) is not None:
+            return _best_order(load, rounds)
+    return None
+
+
+def _grow(load: Workload, packs: Round, ranks: int) -> Round | None:
+    """The packs, split or cut further until they fill so many ranks; the longest first, and else in another order."""
+    waiting, looked_at = [packs], 0
+    while waiting and looked_at < GROWTHS + ranks:
+        packs = waiting.pop()
+        looked_at += 1
+        spare = ranks - sum(b.c for b in packs)
+        if spare == 0:
+            return packs
+        waiting += reversed(list(islice(_grown(load, packs, spare), WAYS)))
+    return None
 
 
 def _grown(load: Workload, packs: Round, spare: int) -> Iterator[Round]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -181,8 +183,12 @@ class CostModel:
 
 
 def _freeze(value: Any) -> Any:
-    """Lists, as YAML and JSON have them, as tuples."""
-    return tuple(_freeze(item) for item in value) if isinstance(value, list | tuple) else value
+    """Lists, as YAML and JSON have them, as tuples; ``6e-5``, which YAML 1.1 takes for text, as the number it is."""
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(item) for item in value)
+    if isinstance(value, str) and (number := re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value.strip())):
+        return float(number.group())
+    return value
 
 
 _POSITIVE = ("bandwidth", "internode_bandwidth")
@@ -190,7 +196,8 @@ _NON_NEGATIVE = ("linear", "attention", "pack_overhead", "hop_latency", "hop_byt
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # a comparison, since math.isfinite raises for integers beyond all floats
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_table(value: Any) -> bool:

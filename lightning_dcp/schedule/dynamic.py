@@ -6,22 +6,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from lightning_dcp.errors import PlanError, Problem, raise_problems
 from lightning_dcp.schedule.bound import lower_bound_s
 from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.free import plan_free
 from lightning_dcp.schedule.hardware import preset
-from lightning_dcp.schedule.lockstep import microbatches, plan_lockstep
+from lightning_dcp.schedule.lockstep import in_place, plan_lockstep
 from lightning_dcp.schedule.placement import packed
 from lightning_dcp.schedule.plan import Mode, StepPlan, check_lengths, in_rounds
 from lightning_dcp.schedule.simulate import simulate
 from lightning_dcp.schedule.sizes import allowed_sizes, size_chains, size_problems
 from lightning_dcp.schedule.static import StaticScheduler
 from lightning_dcp.schedule.workload import Workload
-
-STATIC_BELOW = 1.02
-"""A plan that takes more than so many times the lower bound is compared with those at one fixed size."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +86,19 @@ class DynamicScheduler:
         )
         make = self._lockstep if self.mode == "lockstep" else self._free
         seconds, plan = min((make(tokens, chain, bound) for chain in size_chains(self.sizes)), key=lambda made: made[0])
-        if seconds > bound * STATIC_BELOW:
-            seconds, plan = min([(seconds, plan), *self._static(tokens)], key=lambda made: made[0])
+        seconds, plan = min([(seconds, plan), *self._static(tokens, seconds)], key=lambda made: made[0])
         if not math.isfinite(seconds):
-            plan = replace(self._static_scheduler(self.sizes[-1]).schedule(tokens))  # says why it cannot be done
+            raise PlanError(self._too_few(len(tokens)))
         extra = {"cost_model": self.cost.to_dict(), "predicted_step_s": seconds, "lower_bound_s": bound}
         return replace(plan, extra=extra)
+
+    def _too_few(self, samples: int) -> str:
+        largest, multiple = self.sizes[-1], self.microbatch_multiple
+        rounds = "every micro-batch" if multiple == 1 else f"each of {multiple} or more micro-batches"
+        return (
+            f"{samples} sample(s) cannot give all {self.ranks} ranks a pack in {rounds}, as lock-step needs it, in groups "
+            f"of at most {largest} rank(s): use larger batches, or raise max_context_parallel_size"
+        )
 
     def _workload(self, tokens: Sequence[int], chain: tuple[int, ...]) -> Workload:
         return Workload(tokens, self.ranks, self.max_seqlen_per_dp_cp_rank, self.cost, chain, self.rank_speeds)
@@ -107,24 +112,27 @@ class DynamicScheduler:
     def _lockstep(self, tokens: Sequence[int], chain: tuple[int, ...], bound: float) -> tuple[float, StepPlan]:
         load = self._workload(tokens, chain)
         found = plan_lockstep(load, bound, self.microbatch_multiple)
-        rounds = () if found is None else microbatches(load, found.rounds, self.layout)
-        plan = StepPlan(self.ranks, load.limit, tuple(tokens), rounds, "lockstep")
-        return (math.inf, plan) if found is None else (found.seconds, plan)
+        seconds, rounds = (math.inf, ()) if found is None else in_place(load, found.rounds, self.layout)
+        return seconds, StepPlan(self.ranks, load.limit, tuple(tokens), rounds, "lockstep")
 
-    def _static_scheduler(self, c: int) -> StaticScheduler:
+    def _static(self, tokens: Sequence[int], below: float) -> Iterator[tuple[float, StepPlan]]:
+        """Plans at one fixed size, as far as one could take less time than ``below``."""
         limit, multiple = self.max_seqlen_per_dp_cp_rank, self.microbatch_multiple
-        return StaticScheduler(self.ranks, limit, c, self.layout, self.mode, microbatch_multiple=multiple)
-
-    def _static(self, tokens: Sequence[int]) -> Iterator[tuple[float, StepPlan]]:
-        """Plans at one fixed size, for batches that leave no better choice."""
         longest = max(tokens)
         for c in self.sizes:
-            if longest <= c * self.max_seqlen_per_dp_cp_rank:
-                try:
-                    plan = self._static_scheduler(c).schedule(tokens)
-                except PlanError:  # too few samples for every group
-                    continue
-                yield simulate(plan, self.cost, self.rank_speeds).step_s, plan
+            if longest > c * limit:
+                continue
+            least = lower_bound_s(
+                tokens, self.ranks, limit, self.cost, sizes=(c,), mode=self.mode, speeds=self.rank_speeds
+            )
+            if least >= below:
+                continue
+            scheduler = StaticScheduler(self.ranks, limit, c, self.layout, self.mode, microbatch_multiple=multiple)
+            try:
+                plan = scheduler.schedule(tokens)
+            except PlanError:  # too few samples for every group
+                continue
+            yield simulate(plan, self.cost, self.rank_speeds).step_s, plan
 
 
 def option_problems(scheduler: DynamicScheduler) -> list[Problem]:
@@ -132,26 +140,38 @@ def option_problems(scheduler: DynamicScheduler) -> list[Problem]:
     problems = []
     for name in ("ranks", "max_seqlen_per_dp_cp_rank", "microbatch_multiple", "ranks_per_node"):
         value = getattr(scheduler, name)
-        optional = name == "ranks_per_node" and value is None
-        if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if not _is_count(value) and not (name == "ranks_per_node" and value is None):
             problems.append(Problem(f"{name}={value!r}", "not a positive whole number", f"give {name} of 1 or more"))
-    if problems:
-        return problems
+    if not isinstance(scheduler.cost, CostModel):
+        remedy = "give a CostModel, for example load_cost_model('h100')"
+        problems.append(Problem(f"cost={scheduler.cost!r}", f"a {type(scheduler.cost).__name__}", remedy))
+    multiple = scheduler.microbatch_multiple
     if scheduler.mode not in ("free", "lockstep"):
         problems.append(Problem(f"mode={scheduler.mode!r}", "an unknown mode", "use 'free' or 'lockstep'"))
-    elif scheduler.mode == "free" and scheduler.microbatch_multiple > 1:
-        asked = f"microbatch_multiple={scheduler.microbatch_multiple}"
-        problems.append(Problem(asked, "free-running ranks, which share no micro-batches", "use mode='lockstep'"))
-    problems += size_problems(scheduler.ranks, scheduler.min_context_parallel_size, scheduler.max_context_parallel_size)
-    return problems + speed_problems(scheduler.ranks, scheduler.rank_speeds)
+    elif scheduler.mode == "free" and _is_count(multiple) and multiple > 1:
+        found = "free-running ranks, which share no micro-batches"
+        problems.append(Problem(f"microbatch_multiple={multiple}", found, "use mode='lockstep'"))
+    if _is_count(scheduler.ranks):
+        limits = scheduler.min_context_parallel_size, scheduler.max_context_parallel_size
+        problems += size_problems(scheduler.ranks, *limits)
+        problems += speed_problems(scheduler.ranks, scheduler.rank_speeds)
+    return problems
 
 
-def speed_problems(ranks: int, speeds: Sequence[float] | None) -> list[Problem]:
+def speed_problems(ranks: int, speeds: Any) -> list[Problem]:
     """What is wrong with the speeds of ranks."""
     if speeds is None:
         return []
-    good = [isinstance(s, int | float) and not isinstance(s, bool) and math.isfinite(s) and s > 0 for s in speeds]
-    if len(speeds) == ranks and all(good):
+    good = isinstance(speeds, list | tuple) and len(speeds) == ranks and all(_is_speed(speed) for speed in speeds)
+    if good:
         return []
-    asked, found = f"rank_speeds={list(speeds)!r}", f"not one positive finite number for each of {ranks} ranks"
+    asked, found = f"rank_speeds={speeds!r}", f"not one positive finite number for each of {ranks} ranks"
     return [Problem(asked, found, "give 1.0 to a rank of the usual speed, 0.5 to one half as fast")]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_speed(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

@@ -8,7 +8,7 @@ from lightning_dcp.schedule.workload import Sizes, Workload
 
 ENOUGH = 1.004
 """A step that takes at most so many times the lower bound is not worth another try."""
-EVEN = 1.002
+EVEN = 1.0005
 """A step that takes at most so many times the lower bound is not worth moving another sample."""
 PROMISING = 1.01
 """A placement is worth evening out if it takes at most so many times the best one."""

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_dcp.schedule.arrange import arrange, even_out
+from lightning_dcp.schedule.arrange import any_arrangement, arrange, even_out
 from lightning_dcp.schedule.bins import Round, idle_seconds, step_seconds, take_places
 from lightning_dcp.schedule.plan import MicroBatch, Pack
 from lightning_dcp.schedule.workload import Sizes, Workload
 
-ENOUGH = 1.02
-"""A step that takes at most so many times the lower bound is not worth another try."""
+ENOUGH, ENOUGH_OF_FEW = 1.02, 1.005
+"""A step that takes at most so many times the lower bound is not worth another try; batches of few samples are tried
+for longer."""
 HARD = 1.03
 """A step that takes more than so many times the lower bound is worth other sizes for its longest samples."""
 PROMISING = 1.03
@@ -54,6 +55,8 @@ def plan_lockstep(load: Workload, bound: float, multiple: int = 1) -> Arrangemen
             if share <= 1.1 * count:  # no sample may take longer than the step
                 search.attempt(load.smallest_within(bound / count * share), count)
     search.resize_longest()
+    if search.best is None and (rounds := any_arrangement(load, multiple)) is not None:
+        return Arrangement(step_seconds(rounds), rounds, load.smallest_within(math.inf))
     return search.evened()
 
 
@@ -74,6 +77,8 @@ class _Search:
 
     def __init__(self, load: Workload, bound: float) -> None:
         self.load, self.bound = load, bound
+        self.few = len(load.lengths) * load.ranks <= FEW
+        self.good = bound * (ENOUGH_OF_FEW if self.few else ENOUGH)
         self.best: Arrangement | None = None
         by_share = TRIES_BY_SHARE * load.ranks // len(load.lengths)
         self.tries = max(FEWEST_TRIES, min(MOST_TRIES, by_share)) if len(load.lengths) <= FEW else FEWEST_TRIES
@@ -85,7 +90,7 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        return self.tries <= 0 or self.seconds <= self.bound * ENOUGH
+        return self.tries <= 0 or self.seconds <= self.good
 
     def attempt(self, sizes: Sizes, count: int) -> None:
         """Arrange the samples at these sizes in so many rounds, unless that has been done."""
@@ -110,7 +115,7 @@ class _Search:
 
     def resize_longest(self) -> None:
         """Cut long samples of the best arrangement one size further, or one less, as long as that helps."""
-        while self.best is not None and not self.over and self.seconds > self.bound * HARD:
+        while self.best is not None and not self.over and (self.few or self.seconds > self.bound * HARD):
             before = self.best
             worst = max(range(len(before.rounds)), key=[idle_seconds(packs) for packs in before.rounds].__getitem__)
             longest_pack = max(before.rounds[worst], key=lambda b: b.end)
@@ -130,13 +135,15 @@ class _Search:
         return [*self.load.sizes[at + 1 : at + 2], *self.load.sizes[max(at - 1, 0) : at]]
 
 
-def microbatches(load: Workload, rounds: list[Round], layout: str) -> tuple[MicroBatch, ...]:
-    """The rounds as micro-batches of packs, each on its ranks."""
+def in_place(load: Workload, rounds: list[Round], layout: str) -> tuple[float, tuple[MicroBatch, ...]]:
+    """The rounds as micro-batches of packs, each on its ranks, and the exact time of the step."""
+    seconds = 0.0
     planned = []
     for packs in rounds:
         take_places(packs, load)
         placed = sorted(packs, key=lambda b: b.first)
+        seconds += max([load.seconds_at(b.first, b.c, b.samples) for b in placed])
         planned.append(
             tuple(Pack(b.first, b.c, tuple(sorted([load.order[s] for s in b.samples])), layout) for b in placed)
         )
-    return tuple(planned)
+    return seconds, tuple(planned)

@@ -79,6 +79,7 @@ class MegatronScheduler:
                 samples left out or planned twice, groups that cannot be formed, too many tokens.
             SampleTooLongError: a sample over ``ranks * max_seqlen_per_dp_cp_rank`` tokens.
         """
+        lengths = check_lengths(lengths, self.ranks, self.max_seqlen_per_dp_cp_rank)
         rounds = [in_rounds(packs, self.ranks) for packs in self.rounds(lengths)]
         as_given = tuple(microbatch for part in rounds for microbatch in part)
         closed_up = in_rounds([pack for microbatch in as_given for pack in microbatch], self.ranks)

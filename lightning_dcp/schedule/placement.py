@@ -87,11 +87,11 @@ def _on_unlike_blocks(
 
 
 def even_out(load: Workload, placed: Placement, good: float) -> Placement:
-    """Move and swap samples of the smallest size between ranks, until ``good`` seconds or no change helps."""
-    c = load.sizes[0]
+    """Move and swap samples of the smallest size in use between blocks, until ``good`` seconds or no change helps."""
+    c = min(size for _, size in placed.blocks)  # what runs last
     held = [list(placed.blocks.get((first, c), [])) for first in range(0, load.ranks, c)]
-    speeds = load.block_speeds(c)
-    ends = polish(load, c, placed.ends[::c], held, speeds, good=good, changes=2 * len(held))
+    ends = [max(placed.ends[first : first + c]) for first in range(0, load.ranks, c)]
+    ends = polish(load, c, ends, held, load.block_speeds(c), good=good, changes=2 * len(held))
     others = {block: samples for block, samples in placed.blocks.items() if block[1] != c}
     evened = {(number * c, c): sorted(own) for number, own in enumerate(held) if own}
     return Placement([end for end in ends for _ in range(c)], others | evened)
@@ -102,12 +102,9 @@ def packed(load: Workload, placed: Placement, layout: str) -> tuple[float, list[
     packs = []
     free = [0.0] * load.ranks
     for (first, c), samples in placed.blocks.items():
-        speed = 1.0 if load.speeds is None else min(load.speeds[first : first + c])
         end = max(free[first : first + c])
-        attention = load.attention(c)
         for own in best_fit(samples, load.lengths, c * load.limit):
-            tokens = sum([load.lengths[s] for s in own])
-            end += load.seconds_of(c, tokens, sum([attention[s] for s in own])) / speed
+            end += load.seconds_at(first, c, own)
             packs.append(Pack(first, c, tuple(sorted([load.order[s] for s in own])), layout))
         free[first : first + c] = [end] * c
     return max(free), packs

@@ -189,13 +189,15 @@ def check_lengths(lengths: Sequence[int], largest_group: int, max_seqlen_per_dp_
         PlanError: an empty batch, or a sample whose length is not a whole number of at least one token.
         SampleTooLongError: a sample that does not fit on the largest group.
     """
-    tokens = np.asarray(lengths)
-    if tokens.size == 0:
+    try:
+        tokens = np.asarray(lengths)
+    except ValueError:  # lists of unlike lengths
+        tokens = np.asarray(None)
+    if tokens.ndim == 1 and tokens.size == 0:
         raise PlanError("an empty batch cannot be planned")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        sample = next((i for i, length in enumerate(lengths) if not isinstance(length, int | np.integer)), None)
-        found = f"sample {sample} has length {lengths[sample]!r}" if sample is not None else f"found {lengths!r:.80}"
-        raise PlanError(f"{found}: lengths are whole numbers of tokens, one a sample")
+    is_array = isinstance(lengths, np.ndarray)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not (is_array or bool not in set(map(type, lengths))):
+        raise PlanError(f"{_odd_length(lengths)}: lengths are whole numbers of tokens, one a sample")
     if (short := tokens < 1).any():
         sample = int(short.argmax())
         raise PlanError(f"sample {sample} has {tokens[sample]} tokens: every sample needs at least one")
@@ -203,3 +205,14 @@ def check_lengths(lengths: Sequence[int], largest_group: int, max_seqlen_per_dp_
         sample = int(long.argmax())
         raise SampleTooLongError(sample, int(tokens[sample]), largest_group, max_seqlen_per_dp_cp_rank)
     return tokens.tolist()
+
+
+def _odd_length(lengths: Any) -> str:
+    """The first length that is none, in words."""
+    if isinstance(lengths, np.ndarray) and lengths.ndim == 1:
+        lengths = lengths.tolist()
+    one_by_one = lengths if isinstance(lengths, Sequence) and not isinstance(lengths, str) else ()
+    for sample, length in enumerate(one_by_one):
+        if isinstance(length, bool) or not isinstance(length, int | np.integer):
+            return f"sample {sample} has length {length!r:.80}"
+    return f"found {lengths!r:.80}"

@@ -43,9 +43,9 @@ def size_problems(ranks: int, smallest: int, largest: int | None) -> list[Proble
     """What is wrong with a smallest and a largest size."""
     problems = []
     for name, size in (("min_context_parallel_size", smallest), ("max_context_parallel_size", largest)):
-        if size is not None and size not in divisors(ranks):
+        if size is not None and (type(size) is not int or size not in divisors(ranks)):
             found = f"not a divisor of the plane of {ranks} ranks"
-            problems.append(Problem(f"{name}={size}", found, f"use one of {', '.join(map(str, divisors(ranks)))}"))
+            problems.append(Problem(f"{name}={size!r}", found, f"use one of {', '.join(map(str, divisors(ranks)))}"))
     if not problems and largest is not None and smallest > largest:
         asked = f"min_context_parallel_size={smallest}, max_context_parallel_size={largest}"
         problems.append(Problem(asked, "a smallest size above the largest", "swap them"))

@@ -49,15 +49,15 @@ class StaticScheduler:
         """
         c, limit = self.context_parallel_size, self.max_seqlen_per_dp_cp_rank
         self._check_settings()
-        check_lengths(lengths, c, limit)
+        tokens = check_lengths(lengths, c, limit)
         groups = self.ranks // c
-        packs = next_fit(lengths, c * limit)
+        packs = next_fit(tokens, c * limit)
         missing = -len(packs) % (groups * self.microbatch_multiple)
         unmet = missing - split_off(packs, missing)
         if unmet and self.mode == "lockstep":
-            raise PlanError(self._too_few(len(lengths), len(packs) + unmet))
+            raise PlanError(self._too_few(len(tokens), len(packs) + unmet))
         rounds = tuple(self._round(packs[i : i + groups]) for i in range(0, len(packs), groups))
-        return StepPlan(self.ranks, limit, tuple(lengths), rounds, self.mode)
+        return StepPlan(self.ranks, limit, tuple(tokens), rounds, self.mode)
 
     def _round(self, packs: Sequence[range]) -> MicroBatch:
         c = self.context_parallel_size

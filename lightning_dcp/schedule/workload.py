@@ -45,7 +45,7 @@ class Workload:
         self.lengths: list[int] = self.tokens.tolist()
         self._attention: dict[int, list[float]] = {}
         self._shares: dict[int, list[float]] = {}
-        self._coefficients: dict[int, tuple[float, float, float, float]] = {}
+        self._coefficients: dict[tuple[int, bool], tuple[float, float, float, float]] = {}
 
     @cached_property
     def alone(self) -> dict[int, FloatArray]:
@@ -57,8 +57,9 @@ class Workload:
         return np.where(self.tokens <= c * self.limit, seconds, np.inf)
 
     def spans_nodes(self, c: int) -> bool:
-        """Whether a group of this size has ranks in several nodes (sizes are chosen so that small ones never do)."""
-        return self.cost.ranks_per_node is not None and c > self.cost.ranks_per_node
+        """Whether groups of this size have ranks in several nodes, or some of them do."""
+        nodes = self.cost.ranks_per_node
+        return nodes is not None and self.ranks > nodes and nodes % c != 0
 
     def share(self, c: int) -> list[float]:
         """Seconds that each sample adds to a pack on each rank of its group."""
@@ -73,22 +74,34 @@ class Workload:
             self._attention[c] = self.cost.attention_seconds(self.tokens, c).tolist()
         return self._attention[c]
 
-    def coefficients(self, c: int) -> tuple[float, float, float, float]:
+    def coefficients(self, c: int, spans_nodes: bool) -> tuple[float, float, float, float]:
         """``(linear, latency, transfer, hidden)`` of packs on c ranks, for :meth:`seconds_of`."""
-        if c not in self._coefficients:
+        key = (c, spans_nodes)
+        if key not in self._coefficients:
             cost, hops = self.cost, c - 1
-            latency = cost.exposed_seconds(c, 0.0, 0.0, spans_nodes=self.spans_nodes(c))
-            bandwidth = cost.internode_bandwidth if self.spans_nodes(c) else cost.bandwidth
+            latency = cost.exposed_seconds(c, 0.0, 0.0, spans_nodes=spans_nodes)
+            bandwidth = cost.internode_bandwidth if spans_nodes else cost.bandwidth
             transfer, hidden = hops * cost.hop_bytes / c / bandwidth, hops * cost.overlap / c
-            self._coefficients[c] = (cost.linear / c, latency, transfer, hidden)
-        return self._coefficients[c]
+            self._coefficients[key] = (cost.linear / c, latency, transfer, hidden)
+        return self._coefficients[key]
 
     def seconds_of(self, c: int, tokens: int, attention: float) -> float:
         """Seconds of a pack of so many tokens and so much attention on each rank of its group, at speed 1.
 
-        The cost model's formula with the constants taken out, for inner loops.
+        The cost model's formula with the constants taken out, for inner loops. Groups of a size that may span nodes
+        count as if they did.
         """
-        linear, latency, transfer, hidden = self.coefficients(c)
+        return self._seconds(self.coefficients(c, self.spans_nodes(c)), tokens, attention)
+
+    def seconds_at(self, first: int, c: int, samples: Sequence[int]) -> float:
+        """Seconds of a pack in its place: whether its group spans nodes and how fast its ranks are is known there."""
+        coefficients = self.coefficients(c, self.cost.spans_nodes(first, c))
+        lengths, attention = self.lengths, self.attention(c)
+        seconds = self._seconds(coefficients, sum([lengths[s] for s in samples]), sum([attention[s] for s in samples]))
+        return seconds if self.speeds is None else seconds / min(self.speeds[first : first + c])
+
+    def _seconds(self, coefficients: tuple[float, float, float, float], tokens: int, attention: float) -> float:
+        linear, latency, transfer, hidden = coefficients
         exposed = latency + transfer * tokens - hidden * attention
         return self.cost.pack_overhead + linear * tokens + attention + (exposed if exposed > 0.0 else 0.0)
 

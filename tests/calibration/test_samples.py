@@ -29,10 +29,24 @@ def test_batches_have_the_lengths_asked_for_and_real_tokens(name, lengths):
     seen.check()
     assert seen.lengths == lengths
     ids, labels = seen.flatten(made["input_ids"]), seen.flatten(made["labels"])
-    expected = torch.arange(sum(lengths)) % 10 + 1
-    assert torch.equal(ids, expected)
-    assert torch.equal(labels, torch.where(expected == 4, -100, expected))
+    assert torch.equal(labels, torch.where(ids == 4, -100, ids)), "what belongs to one token stays together"
+    counts = torch.bincount(ids, minlength=11)[1:]
+    assert counts.sum() == sum(lengths)
+    assert counts.max() - counts.min() <= 1, "no token is left out or used more than others"
     assert type(made) is type(FORMATS[name](packed()))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 10, 97, 1000])
+def test_every_sample_has_its_share_of_targets(tokens):
+    """Half of the data are targets, and they come last: as after a prompt."""
+    labels = torch.arange(tokens).unsqueeze(0)
+    labels[0, : tokens // 2] = -100
+    source = SampleSource(
+        PackedBatch({"input_ids": torch.arange(tokens)[None], "labels": labels}, torch.tensor([0, tokens]))
+    )
+    batch = source.batch((8,) * 40)
+    for part in batch.split(batch["labels"]):
+        assert (part != -100).sum() >= 3
 
 
 def test_one_entry_a_sample_is_repeated_and_the_rest_handed_on():

@@ -106,6 +106,7 @@ def test_two_ranks_are_measured_and_the_file_is_a_cost_model(small, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_predictions_of_twenty_batches_agree_with_what_is_measured(tmp_path):
     """The demo's model and data on two ranks, with shorter samples."""
     quick = tmp_path / "quick.yaml"

@@ -1,6 +1,8 @@
 """Reading one batch ahead changes nothing about what is read, and when errors are raised."""
 
+import gc
 import math
+import weakref
 from collections import UserList
 
 import pytest
@@ -61,6 +63,34 @@ def test_an_error_is_raised_when_its_batch_is_asked_for(fail_at):
     with pytest.raises(ValueError, match="broken"):
         next(reader)
     assert [batch for kind, batch in log if kind == "announced"] == list(range(fail_at))
+
+
+def test_an_iterator_at_its_end_is_let_go_at_once():
+    """Worker processes end with it; the garbage collector would come late, and wait for them."""
+
+    class Source:
+        def __init__(self):
+            self.left = [1, 2]
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise StopIteration
+            return self.left.pop(0)
+
+    source = Source()
+    watched = weakref.ref(source)
+    reader = read_ahead(source, lambda batch: None)
+    gc.disable()
+    try:
+        assert [next(reader), next(reader)] == [1, 2]
+        assert list(reader) == []
+        del source, reader
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_is_not_kept_waiting():

@@ -1,5 +1,6 @@
-"""Random plans and batches, and a simulator that knows nothing of the package's own."""
+"""Random plans, batches, cost models and schedulers."""
 
+import math
 import os
 import random
 import subprocess
@@ -7,17 +8,14 @@ import sys
 
 from hypothesis import strategies as st
 
-from lightning_dcp.schedule import Pack, StepPlan
+from lightning_dcp.schedule import CostModel, DynamicScheduler, Pack, StepPlan, preset
+from tests.schedule.oracles import sizes_of, walk  # noqa: F401  (walk is imported from here)
 
 PLANES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
-def sizes_of(ranks):
-    return [c for c in range(1, ranks + 1) if ranks % c == 0]
-
-
 @st.composite
-def plans(draw, mode=None):
+def plans(draw, mode=None, longest=9):
     """Valid plans, in free mode or in lock-step, with groups of random sizes and packs of random samples."""
     ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
     mode = draw(st.sampled_from(["free", "lockstep"])) if mode is None else mode
@@ -34,7 +32,7 @@ def plans(draw, mode=None):
     packs = sum(map(len, groups))
     counts = draw(st.lists(st.integers(1, 3), min_size=packs, max_size=packs))
     samples = sum(counts)
-    lengths = draw(st.lists(st.integers(1, 9), min_size=samples, max_size=samples))
+    lengths = draw(st.lists(st.integers(1, longest), min_size=samples, max_size=samples))
     order = draw(st.permutations(range(samples)))
     rounds, taken, number = [], 0, 0
     for chosen in groups:
@@ -48,6 +46,10 @@ def plans(draw, mode=None):
     return StepPlan(ranks, limit, tuple(lengths), tuple(rounds), mode)
 
 
+def speeds_of(ranks):
+    return st.lists(st.floats(0.25, 2), min_size=ranks, max_size=ranks).map(tuple)
+
+
 @st.composite
 def batches(draw, planes=PLANES):
     """A plane, a limit a rank, and lengths that fit: many short samples, some of any length."""
@@ -58,48 +60,71 @@ def batches(draw, planes=PLANES):
     return ranks, limit, lengths
 
 
-def lognormal_lengths(seed, ranks, limit):
+def about(low, high):
+    """Numbers of any magnitude between two, and 0."""
+    return st.one_of(st.just(0.0), st.floats(math.log(low), math.log(high)).map(math.exp))
+
+
+@st.composite
+def efficiencies(draw):
+    points = draw(st.lists(st.integers(1, 20_000), min_size=1, max_size=5, unique=True))
+    return tuple((tokens, draw(st.floats(0.05, 1))) for tokens in sorted(points))
+
+
+@st.composite
+def cost_models(draw):
+    """Any valid cost model whose hops across nodes are no faster than those inside."""
+    linear, attention = draw(about(1e-8, 1e-3)), draw(about(1e-13, 1e-6))
+    latency, bandwidth = draw(about(1e-6, 0.1)), draw(st.floats(1e6, 1e12))
+    return CostModel(
+        linear=linear if linear + attention else 1e-5,
+        attention=attention,
+        efficiency=draw(efficiencies()),
+        pack_overhead=draw(about(1e-5, 1.0)),
+        hop_latency=latency,
+        hop_bytes=draw(about(1.0, 1e6)),
+        bandwidth=bandwidth,
+        internode_latency=latency + draw(about(1e-6, 0.1)),
+        internode_bandwidth=bandwidth / draw(st.floats(1, 100)),
+        overlap=draw(st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1))),
+        ranks_per_node=draw(st.one_of(st.none(), st.integers(1, 16))),
+    )
+
+
+@st.composite
+def schedulers(draw, planes=range(1, 65), most=40, **fixed):
+    """A dynamic scheduler with any options, and lengths that fit on its largest groups."""
+    ranks = draw(st.sampled_from(planes))
+    mode = draw(st.sampled_from(["free", "lockstep"]))
+    limits = sorted(draw(st.lists(st.sampled_from(sizes_of(ranks)), min_size=2, max_size=2)))
+    options = {
+        "max_seqlen_per_dp_cp_rank": draw(st.sampled_from([1, 3, 16, 1000, 8192])),
+        "cost": draw(st.one_of(st.sampled_from([preset("h100"), preset("cpu")]), cost_models())),
+        "layout": draw(st.sampled_from(["zigzag", "contiguous"])),
+        "mode": mode,
+        "microbatch_multiple": draw(st.sampled_from([1, 1, 2, 3, 4])) if mode == "lockstep" else 1,
+        "ranks_per_node": draw(st.one_of(st.none(), st.integers(1, 2 * ranks))),
+        "rank_speeds": draw(st.one_of(st.none(), speeds_of(ranks))),
+    }
+    if draw(st.booleans()):
+        options |= {"min_context_parallel_size": limits[0], "max_context_parallel_size": limits[1]}
+    scheduler = DynamicScheduler(ranks, **options | fixed)
+    limit = scheduler.max_seqlen_per_dp_cp_rank
+    short = st.integers(1, min(limit, 60))
+    any_length = st.integers(1, scheduler.sizes[-1] * limit)
+    return scheduler, draw(st.lists(st.one_of(short, any_length), min_size=1, max_size=most))
+
+
+def limited_sizes(scheduler):
+    """The divisors of the plane between a scheduler's smallest and largest size."""
+    largest = scheduler.max_context_parallel_size or scheduler.ranks
+    return [c for c in sizes_of(scheduler.ranks) if scheduler.min_context_parallel_size <= c <= largest]
+
+
+def lognormal_lengths(seed, count, centre, spread, longest):
     """Lengths as text corpora have them: mostly short, with a heavy tail."""
     generator = random.Random(seed)
-    samples = generator.choice([ranks, 2 * ranks, 8 * ranks, 64])
-    centre, spread = generator.choice([6, 7, 8]), generator.choice([1.0, 1.3, 1.6])
-    return [max(1, min(ranks * limit, int(generator.lognormvariate(centre, spread)))) for _ in range(samples)]
-
-
-def seconds_of(plan, pack, cost):
-    """The time of a pack by the cost model's definition: shared by its ranks, and a cut costs each of them."""
-    lengths = [plan.lengths[s] for s in pack.samples]
-    work = sum(cost.linear * n + cost.attention * n**2 for n in lengths)
-    return work / pack.cp_size + len(lengths) * cost.hop * (pack.cp_size - 1)
-
-
-def makespan(plan, cost):
-    """When the last rank is done, if each pack starts as soon as all its ranks are free, in the plan's order."""
-    free = [0.0] * plan.ranks
-    for microbatch in plan.microbatches:
-        for pack in microbatch:
-            ranks = range(pack.first_rank, pack.first_rank + pack.cp_size)
-            done = max(free[rank] for rank in ranks) + seconds_of(plan, pack, cost)
-            for rank in ranks:
-                free[rank] = done
-    return max(free)
-
-
-def walk(plan):
-    """Ranks walk their own lists; a pack runs when all its ranks have come to it. What is left when nothing moves."""
-    waiting = {rank: list(plan.packs_of(rank)) for rank in range(plan.ranks)}
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(plan.ranks):
-            while waiting[rank]:
-                pack = waiting[rank][0]
-                if not all(waiting[peer] and waiting[peer][0] is pack for peer in pack.ranks):
-                    break
-                for peer in pack.ranks:
-                    waiting[peer].pop(0)
-                moved = True
-    return {rank: left for rank, left in waiting.items() if left}
+    return [max(1, min(longest, int(generator.lognormvariate(centre, spread)))) for _ in range(count)]
 
 
 def in_two_processes(program, *arguments):

@@ -6,6 +6,7 @@ Lightning's subprocess launcher would see it; what rank 0..world-1 returned come
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import socket
@@ -132,6 +133,7 @@ def _leave_world() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    gc.collect()  # groups left over must not be freed in a worker that a data loader forks later: that hangs
 
 
 def _free_port() -> int:
