@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
+import yaml
 from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from rich.table import Table
@@ -55,7 +56,7 @@ def run(dynamic: bool, options: argparse.Namespace) -> StepTimer:
             "dynamic_context_parallel": dynamic,
             "context_parallel_size": options.context_parallel_size,
             "max_seqlen_per_dp_cp_rank": options.max_seqlen_per_dp_cp_rank,
-            "cost_model": str(DEMO.with_name("cost_demo_cpu.yaml")),
+            "cost_model": yaml.safe_load(DEMO.read_text())["trainer"]["strategy"]["init_args"]["cost_model"],
         },
     }
     overrides: dict[str, Any] = {

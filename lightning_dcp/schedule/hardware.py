@@ -90,15 +90,15 @@ HARDWARE: dict[str, Hardware] = {
         overlap=0.8,  # as above
     ),
     "cpu": Hardware(
-        # One core of a cloud machine (AVX-512), gloo over the loopback device; float32. All measured with
-        # `lightning-dcp calibrate` on the demo's model.
-        matmul_flops=4e10,
-        attention_flops=2e10,
-        efficiency=((32, 0.3), (128, 0.6), (512, 0.9), (2048, 1.0)),
-        layer_overhead=1e-3,
-        link_latency=4e-4,
-        bandwidth=1e9,
-        internode_latency=1e-3,  # assumption: no second machine was at hand
+        # All from `lightning-dcp calibrate --config configs/demo_cpu.yaml` (1.06 million parameters, 8 layers, float32):
+        # four ranks on two cores of a cloud machine, so half a core a rank, and gloo over the loopback device.
+        matmul_flops=1.7e10,
+        attention_flops=1.7e10,
+        efficiency=((8, 0.014), (16, 0.051), (32, 0.16), (64, 0.37), (128, 0.57), (256, 0.7), (512, 0.73), (1024, 1.0)),
+        layer_overhead=8.7e-3,
+        link_latency=4.9e-3,
+        bandwidth=5.5e8,
+        internode_latency=1e-2,  # assumption: no second machine was at hand
         internode_bandwidth=1e8,  # assumption: Gigabit Ethernet
         overlap=0.0,  # transfers and compute share the core
         number_bytes=4,

@@ -100,6 +100,7 @@ def test_counts_that_are_no_positive_whole_numbers_are_refused(name, value):
         (None, 1, 1, 1),
         1.0,
         "fast",
+        pytest.param((10**400, 1, 1, 1), id="too large for a float"),
     ],
     ids=repr,
 )
