@@ -39,6 +39,8 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
         value = getattr(strategy, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(Problem(f"{name}={value!r}", "not a positive whole number", f"give {name} of 1 or more"))
+    if not isinstance(strategy.plan_ahead, bool):
+        problems.append(Problem(f"plan_ahead={strategy.plan_ahead!r}", "neither True nor False", "give one of them"))
     choices = {"loss_normalization": ("tokens", "samples", "sum"), "layout": tuple(sorted(LAYOUTS))}
     for name, allowed in choices.items():
         value = getattr(strategy, name)

@@ -81,7 +81,10 @@ def _own(words: Sequence[str]) -> bool:
     name = next((name for name in COMMANDS if list(words[: len(name.split())]) == name.split()), None)
     if name is not None:
         function = COMMANDS[name].load()
-        function(**parse(function, words[len(name.split()) :], prog=f"lightning-dcp {name}"))
+        try:
+            function(**parse(function, words[len(name.split()) :], prog=f"lightning-dcp {name}"))
+        except (OSError, UnicodeDecodeError) as error:  # a file that cannot be read or written after all
+            sys.exit(f"{type(error).__name__}: {error}")
         return True
     family = {known for known in COMMANDS if known.split()[0] == (words or [""])[0]}
     shown = overview(family or None)

@@ -163,7 +163,7 @@ class DCPStrategy(DDPStrategy):
             max_context_parallel_size,
             microbatch_multiple,
             ranks_per_node,
-            None if rank_speeds is None else tuple(rank_speeds),
+            tuple(rank_speeds) if isinstance(rank_speeds, list) else rank_speeds,
         )
         self.clock = WaitClock()
         self.gradient_reductions = 0
@@ -246,7 +246,7 @@ class DCPStrategy(DDPStrategy):
         found = next((callback for callback in callbacks if isinstance(callback, SchedulerCallback)), None)
         if found is None:
             found = SchedulerCallback()
-        elif found in callbacks:
+        else:
             callbacks.remove(found)
         callbacks.insert(0, found)  # first, so that its on_exception comes before callbacks that save checkpoints
         self._callback = found

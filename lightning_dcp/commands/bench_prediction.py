@@ -15,6 +15,7 @@ from lightning_dcp.calibration.build import Run, build_run
 from lightning_dcp.calibration.measure import RealData, measure_steps
 from lightning_dcp.calibration.prediction import Agreement, predict
 from lightning_dcp.errors import Problem, raise_problems
+from lightning_dcp.report.figure import folder_problems, picture_problems
 from lightning_dcp.schedule.choice import SchedulerChoice, SchedulerName
 from lightning_dcp.schedule.cost_file import load_cost_model
 from lightning_dcp.schedule.plan import Mode
@@ -110,9 +111,7 @@ def _measure(run: Run, choice: SchedulerChoice, batches: int, repeats: int, seed
 
     title = f"{batches} batches on {ranks} rank(s)"
     times = measure_steps(run, choose, repeats=repeats, real_batches=_REAL_BATCHES, title=title)
-    cost = choice.cost_model
-    if cost.ranks_per_node is None:
-        cost = replace(cost, ranks_per_node=choice.ranks_per_node or nodes)
+    cost = replace(choice.cost_model, ranks_per_node=choice.nodes_in_force(nodes))
     plans = [step.plan for step in times if step.plan is not None]
     return predict(plans, [step.median for step in times], cost, speeds=choice.rank_speeds)
 
@@ -123,22 +122,9 @@ def _argument_problems(batches: int, repeats: int, json: str | None, plot: str |
         problems.append(Problem(f"batches={batches}", "too few to correlate", "use 2 or more"))
     if repeats < 1:
         problems.append(Problem(f"repeats={repeats}", "nothing to measure", "use 1 or more"))
-    for path in (json, plot):
-        if path and not Path(path).absolute().parent.is_dir():
-            found = f"no folder {str(Path(path).parent)!r}"
-            problems.append(Problem(f"to write {path!r}", found, "make it, or name another file"))
-    if plot:
-        problems += _plot_problems()
+    problems += [] if json is None else folder_problems(json, "--json")
+    problems += [] if plot is None else picture_problems(plot)
     return problems
-
-
-def _plot_problems() -> list[Problem]:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        remedy = "pip install 'lightning-dcp[report]', or leave the plot out"
-        return [Problem("a plot", "matplotlib is not installed", remedy)]
-    return []
 
 
 def _print(result: Agreement) -> None:

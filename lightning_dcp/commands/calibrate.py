@@ -18,6 +18,7 @@ from lightning_dcp.calibration.machine import describe_machine, describe_model
 from lightning_dcp.calibration.measure import measure_steps
 from lightning_dcp.calibration.probe import AttentionProbe
 from lightning_dcp.errors import Problem, raise_problems
+from lightning_dcp.report.figure import folder_problems
 from lightning_dcp.schedule.choice import DEFAULTS, SchedulerChoice
 from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.cost_file import save_cost_model
@@ -103,7 +104,7 @@ def calibrate(
     topology, limit = run.strategy.topology, run.strategy.max_seqlen_per_dp_cp_rank
     wanted = lengths or default_lengths(topology.plane_size, limit)
     problems = length_problems(wanted, topology.plane_size, limit)
-    problems += [_no_folder(path) for path in (output, json) if path and not Path(path).absolute().parent.is_dir()]
+    problems += folder_problems(output, "--output") + ([] if json is None else folder_problems(json, "--json"))
     if repeats < 1:
         problems.append(Problem(f"repeats={repeats}", "nothing to measure", "use 1 or more"))
     raise_problems(problems)
@@ -143,10 +144,6 @@ def _measure(run: Run, lengths: tuple[int, ...], repeats: int) -> Calibration:
     return Calibration(fit, describe_model(run.model), describe_machine(strategy))
 
 
-def _no_folder(path: str) -> Problem:
-    return Problem(f"to write {path!r}", f"no folder {str(Path(path).parent)!r}", "make it, or name another file")
-
-
 def _print(result: Calibration, output: str) -> None:
     console, fit = Console(), result.fit
     console.print(_steps_table(fit))
@@ -160,7 +157,7 @@ def _print(result: Calibration, output: str) -> None:
 
 
 def _steps_table(fit: Fit) -> Table:
-    table = Table(title="Seconds of a step, forward and backward, every group busy with the same")
+    table = Table(title="Seconds of a step, forward and backward; all groups of the plane run such packs at once")
     for heading in ("CP size", "samples of a pack", "tokens a rank", "measured", "fitted", "residual"):
         table.add_column(heading, justify="right")
     for o, predicted, residual in zip(fit.observations, fit.predicted, fit.residuals, strict=True):

@@ -224,7 +224,12 @@ def compare(setting: Setting, batches: Sequence[Lengths], context_parallel_size:
     planned = []
     for lengths in batches:
         bound = setting.lower_bound_s(lengths, with_size=context_parallel_size)
-        plans = [_planned(scheduler, lengths, setting.cost, bound) for scheduler in (static, dynamic)]
+        try:
+            planned_statically = _planned(static, lengths, setting.cost, bound)
+        except PlanError as error:
+            remedy = "--context-parallel-size compares with another size"
+            raise PlanError(f"static CP {context_parallel_size} cannot plan this batch: {error}; {remedy}") from None
+        plans = [planned_statically, _planned(dynamic, lengths, setting.cost, bound)]
         (static_plan, static_summary), (dynamic_plan, dynamic_summary) = plans
         planned.append(PlannedBatch(static_plan, dynamic_plan, static_summary, dynamic_summary))
     return Comparison(setting, context_parallel_size, tuple(planned))

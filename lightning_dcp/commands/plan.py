@@ -98,6 +98,8 @@ def plan(
         + ([] if json is None else folder_problems(json, "--json"))
         + ([] if plot is None else picture_problems(plot))
     )
+    if json is not None and json == plot:
+        raise_problems([Problem(f"--json {json} --plot {plot}", "one file for both", "name two files")])
     read = source.read()
     static_size = _static_size(setting, read, context_parallel_size)
     with Console(stderr=True).status("planning"):

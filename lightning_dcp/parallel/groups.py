@@ -70,7 +70,7 @@ def initialize_groups(topology: Topology, timeout: timedelta | None = None) -> P
     """Make all groups. Collective: every rank of the world calls it, after ``init_process_group``.
 
     Megatron-Core makes TP, PP, DP and the static CP groups; code that asks its ``parallel_state`` finds them there.
-    Its helper for the dynamic sub-groups is not used: it makes wrong ones on planes that are no power of two.
+    Its own function for the dynamic sub-groups is not used: it makes wrong ones on planes that are no power of two.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron-Core reports each accelerator package that is not installed

@@ -33,8 +33,8 @@ def arrange(load: Workload, sizes: Sizes, count: int) -> list[Round] | None:
     """
     smallest = load.sizes[0]
     levels = {c: np.flatnonzero(sizes == c).tolist() for c in reversed(load.sizes)}
-    work = {c: sum([load.share(c)[s] for s in samples]) for c, samples in levels.items()}
-    average = sum([c * seconds for c, seconds in work.items()]) / (count * load.ranks)
+    work = {c: math.fsum([load.share(c)[s] for s in samples]) for c, samples in levels.items()}
+    average = math.fsum([c * seconds for c, seconds in work.items()]) / (count * load.ranks)
     long = [s for s in levels[smallest] if load.share(smallest)[s] > average]  # make their round long by themselves
     levels[smallest] = levels[smallest][len(long) :]
     cut = [Bin(smallest).with_samples([s], load) for s in long]
@@ -67,13 +67,13 @@ def even_out(load: Workload, rounds: list[Round]) -> list[Round]:
         return rounds
     for packs, bins in zip(rounds, movable, strict=True):
         target = max([b.end for b in packs if b.c != c], default=0.0)
-        target = max(target, sum([b.end for b in bins]) / max(len(bins), 1))
+        target = max(target, math.fsum([b.end for b in bins]) / max(len(bins), 1))
         for b in bins:
             b.target = target
     held = [list(b.samples) for b in own]
     slacks = [b.slack for b in own]
     speeds = [b.speed for b in own]
-    good = sum(slacks) / len(slacks) + EVEN * step_seconds(rounds) / len(rounds)
+    good = math.fsum(slacks) / len(slacks) + EVEN * step_seconds(rounds) / len(rounds)
     polish(load, c, slacks, held, speeds, good=good, changes=min(2 * len(own), CHANGES), one_pack=True)
     changed = [(b, samples) for b, samples in zip(own, held, strict=True) if samples != b.samples]
     evened = {id(b): b.with_samples(sorted(samples), load) for b, samples in changed}
@@ -114,7 +114,7 @@ def _water_level(longest: list[float], total: float) -> float:
     """The level to which shorter rounds must rise for all together to take ``total`` seconds."""
     rising = sorted(longest)
     for number in range(len(rising), 0, -1):
-        level = (total - sum(rising[number:])) / number
+        level = (total - math.fsum(rising[number:])) / number
         if level >= rising[number - 1]:
             return level
     return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -72,13 +73,13 @@ def round_seconds(packs: Round) -> float:
 
 def step_seconds(rounds: list[Round]) -> float:
     """Seconds of all rounds, one after another."""
-    return sum([round_seconds(packs) for packs in rounds])
+    return math.fsum([round_seconds(packs) for packs in rounds])
 
 
 def idle_seconds(packs: Round) -> float:
     """Rank-seconds in which ranks wait for the longest pack of their round."""
     longest = round_seconds(packs)
-    return sum([(longest - b.end) * b.c for b in packs])
+    return math.fsum([(longest - b.end) * b.c for b in packs])
 
 
 def distribute(bins: Iterable[Bin], ranks: int, count: int) -> list[Round] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 from lightning_dcp.errors import ConfigurationError, Problem
 from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.dynamic import DynamicScheduler
-from lightning_dcp.schedule.plan import Mode, Scheduler
+from lightning_dcp.schedule.megatron import MegatronScheduler, megatron_problems
+from lightning_dcp.schedule.plan import Mode, Scheduler, divisors
 from lightning_dcp.schedule.sizes import allowed_sizes, size_problems
 from lightning_dcp.schedule.static import StaticScheduler
 
@@ -113,6 +114,11 @@ class SchedulerChoice:
 
     def plane_problems(self, ranks: int) -> list[Problem]:
         """What is wrong on a plane of this many ranks."""
+        if self.kind == "static" and self.context_parallel_size not in divisors(ranks):
+            found, sizes = f"a DPxCP plane of {ranks} rank(s)", ", ".join(map(str, divisors(ranks)))
+            return [Problem(f"context_parallel_size={self.context_parallel_size}", found, f"use one of {sizes}")]
+        if self.kind == "megatron":
+            return megatron_problems(ranks)
         if self.kind != "dynamic":
             return []
         problems = size_problems(ranks, self.min_context_parallel_size, self.max_context_parallel_size)
@@ -140,7 +146,7 @@ class SchedulerChoice:
         if self.kind != "dynamic":
             return allowed_sizes(ranks)
         limits = self.min_context_parallel_size, self.max_context_parallel_size
-        return allowed_sizes(ranks, *limits, self._ranks_per_node(nodes))
+        return allowed_sizes(ranks, *limits, self.nodes_in_force(nodes))
 
     def build(self, ranks: int, nodes: int | None = None) -> Scheduler:
         """The scheduler; arguments as in :meth:`sizes`.
@@ -156,8 +162,6 @@ class SchedulerChoice:
             size = self.context_parallel_size
             return StaticScheduler(ranks, limit, size, self.layout, self.schedule_mode, microbatch_multiple=multiple)
         if self.kind == "megatron":
-            from lightning_dcp.schedule.megatron import MegatronScheduler
-
             return MegatronScheduler(ranks, limit, layout=self.layout)
         return DynamicScheduler(
             ranks,
@@ -167,12 +171,13 @@ class SchedulerChoice:
             mode=self.schedule_mode,
             min_context_parallel_size=self.min_context_parallel_size,
             max_context_parallel_size=self.max_context_parallel_size,
-            ranks_per_node=self._ranks_per_node(nodes),
+            ranks_per_node=self.nodes_in_force(nodes),
             microbatch_multiple=self.microbatch_multiple,
             rank_speeds=self.rank_speeds,
         )
 
-    def _ranks_per_node(self, nodes: int | None) -> int | None:
+    def nodes_in_force(self, nodes: int | None) -> int | None:
+        """Ranks of the plane in one node: as the option says, else the cost model, else ``nodes``."""
         return self.ranks_per_node or self.cost_model.ranks_per_node or nodes
 
 
@@ -210,6 +215,9 @@ def _value_problems(choice: SchedulerChoice) -> list[Problem]:
         value = getattr(choice, name)
         if value is not DEFAULTS[name] and not _is_count(value):
             problems.append(Problem(f"{name}={value!r}", "not a positive whole number", f"give {name} of 1 or more"))
+    if choice.rank_speeds is not None and not isinstance(choice.rank_speeds, tuple):
+        found, remedy = f"a {type(choice.rank_speeds).__name__}", "give a list of one number a rank"
+        return [*problems, Problem(f"rank_speeds={choice.rank_speeds!r}", found, remedy)]
     modes = get_args(Mode)
     if choice.schedule_mode not in modes:
         problems.append(Problem(f"schedule_mode={choice.schedule_mode!r}", "unknown", f"use one of {list(modes)}"))
@@ -225,7 +233,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_speed(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _name(scheduler: object) -> str:

@@ -36,7 +36,8 @@ class CostModel:
 
     Only arithmetic that IEEE 754 defines exactly is used (no logarithms), so that all machines plan alike.
 
-    What is left out is not counted. :func:`~lightning_dcp.schedule.hardware.preset` has whole models for common
+    What is left out is not counted: hops are free unless ``hop_latency``, or ``hop_bytes`` with a ``bandwidth``, is given,
+    and those between nodes are like those inside one. :func:`~lightning_dcp.schedule.hardware.preset` has whole models for common
     hardware, and ``lightning-dcp calibrate`` measures one.
 
     Attributes:
@@ -47,9 +48,10 @@ class CostModel:
         pack_overhead: seconds a pack, whatever its length: kernel launches, the scheduler's and the trainer's own work.
         hop_latency: seconds a hop, over all layers, forward and backward.
         hop_bytes: bytes that one hop carries for each token of a rank's shard, over all layers, forward and backward.
-        bandwidth: bytes/s between ranks of a node.
-        internode_latency: as ``hop_latency``, for a group that spans nodes: its ring is as slow as its slowest hop.
-        internode_bandwidth: as ``bandwidth``, for a group that spans nodes.
+        bandwidth: bytes/s between ranks of a node; must be given with ``hop_bytes``.
+        internode_latency: as ``hop_latency``, for a group that spans nodes: its ring is as slow as its slowest hop;
+            ``None``: as inside a node.
+        internode_bandwidth: as ``bandwidth``, for a group that spans nodes; ``None``: as inside a node.
         overlap: share of a hop's attention time behind which transfers disappear, 0 to 1.
         ranks_per_node: ranks of the plane in one node; ``None``: all of them.
 
@@ -63,9 +65,9 @@ class CostModel:
     pack_overhead: float = 0.0
     hop_latency: float = 0.0
     hop_bytes: float = 0.0
-    bandwidth: float = 1.0
-    internode_latency: float = 0.0
-    internode_bandwidth: float = 1.0
+    bandwidth: float | None = None
+    internode_latency: float | None = None
+    internode_bandwidth: float | None = None
     overlap: float = 0.0
     ranks_per_node: int | None = None
 
@@ -105,9 +107,6 @@ class CostModel:
         transfer = self._transfer_seconds(tokens / cp_size, spans_nodes)
         return compute + (cp_size - 1) * np.maximum(0.0, transfer - self.overlap * attention / cp_size)
 
-    def _old(self, n: int, c: int = 1) -> float:
-        return float(self.sample_seconds([n], c)[0])
-
     def pack_seconds(self, lengths: Sequence[int], cp_size: int = 1, first_rank: int = 0) -> float:
         """Seconds of one pack on each rank of the group that starts at ``first_rank``."""
         tokens = float(sum(lengths))
@@ -128,14 +127,21 @@ class CostModel:
 
         Without the latency, which is the pack's.
         """
-        bandwidth = self.internode_bandwidth if spans_nodes else self.bandwidth
-        return (cp_size - 1) / cp_size * (self.hop_bytes * tokens / bandwidth - self.overlap * attention)
+        token_s = self.hop_seconds(spans_nodes=spans_nodes)[1]
+        return (cp_size - 1) / cp_size * (token_s * tokens - self.overlap * attention)
 
     def _transfer_seconds(self, shard: Any, spans_nodes: bool) -> Any:
         """One hop that carries this many tokens, a number or an array."""
+        latency_s, token_s = self.hop_seconds(spans_nodes=spans_nodes)
+        return latency_s + token_s * shard
+
+    def hop_seconds(self, *, spans_nodes: bool) -> tuple[float, float]:
+        """Seconds of one hop: its latency, and what each token of a rank's shard adds."""
+        latency, bandwidth = self.hop_latency, self.bandwidth
         if spans_nodes:
-            return self.internode_latency + self.hop_bytes * shard / self.internode_bandwidth
-        return self.hop_latency + self.hop_bytes * shard / self.bandwidth
+            latency = latency if self.internode_latency is None else self.internode_latency
+            bandwidth = self.internode_bandwidth or bandwidth
+        return latency, 0.0 if bandwidth is None else self.hop_bytes / bandwidth
 
     def _efficiency_of(self, shard: FloatArray) -> FloatArray:
         """Share of full speed at these many tokens a rank, linear between the table's points."""
@@ -193,6 +199,7 @@ def _freeze(value: Any) -> Any:
 
 _POSITIVE = ("bandwidth", "internode_bandwidth")
 _NON_NEGATIVE = ("linear", "attention", "pack_overhead", "hop_latency", "hop_bytes", "internode_latency")
+_OPTIONAL = ("bandwidth", "internode_latency", "internode_bandwidth")
 
 
 def _is_number(value: Any) -> bool:
@@ -216,6 +223,7 @@ def _wrong(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The values that a cost model cannot have."""
     good = {name: _is_number(values[name]) and values[name] >= 0 for name in _NON_NEGATIVE}
     good |= {name: _is_number(values[name]) and values[name] > 0 for name in _POSITIVE}
+    good |= {name: True for name in _OPTIONAL if values[name] is None}
     good["overlap"] = _is_number(values["overlap"]) and 0 <= values["overlap"] <= 1
     good["efficiency"] = _is_table(values["efficiency"])
     ranks = values["ranks_per_node"]
@@ -223,6 +231,8 @@ def _wrong(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     wrong = [(name, values[name]) for name, is_good in good.items() if not is_good]
     if not wrong and values["linear"] + values["attention"] == 0:
         wrong.append(("linear + attention", 0))
+    if not wrong and values["hop_bytes"] > 0 and values["bandwidth"] is None:
+        wrong.append(("bandwidth", None))
     return wrong
 
 

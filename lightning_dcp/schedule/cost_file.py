@@ -43,4 +43,6 @@ def save_cost_model(model: CostModel, path: str | Path, *, comment: str = "") ->
         comment: lines put in front, such as where the numbers come from.
     """
     lines = "".join(f"# {line}\n" for line in comment.splitlines())
-    Path(path).write_text(lines + yaml.safe_dump(model.to_dict(), sort_keys=False, default_flow_style=None))
+    Path(path).write_text(
+        lines + yaml.safe_dump(model.to_dict(), sort_keys=False, default_flow_style=None), encoding="utf-8"
+    )

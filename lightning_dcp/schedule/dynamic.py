@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,9 @@ from lightning_dcp.schedule.simulate import simulate
 from lightning_dcp.schedule.sizes import allowed_sizes, size_chains, size_problems
 from lightning_dcp.schedule.static import StaticScheduler
 from lightning_dcp.schedule.workload import Workload
+
+SHORTEST_S, LONGEST_S = 1e-30, 1e30
+"""A step that takes less or more than this comes from a cost model that is wrong, and would leave floats no room."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class DynamicScheduler:
         bound = lower_bound_s(
             tokens, self.ranks, limit, self.cost, sizes=self.sizes, mode=self.mode, speeds=self.rank_speeds
         )
+        if not SHORTEST_S < bound < LONGEST_S:
+            raise PlanError(f"the cost model predicts a step of {bound:g} s or more: its numbers cannot be right")
         make = self._lockstep if self.mode == "lockstep" else self._free
         seconds, plan = min((make(tokens, chain, bound) for chain in size_chains(self.sizes)), key=lambda made: made[0])
         seconds, plan = min([(seconds, plan), *self._static(tokens, seconds)], key=lambda made: made[0])
@@ -174,4 +180,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_speed(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

@@ -24,8 +24,10 @@ SHARES_OF_ROUND = (1.8, 1.5, 2.1, 1.25, 1.0, 2.5, 0.7, 3.2)
 well be longer than others; smaller pieces share out more evenly."""
 LONGEST = 8
 """How many of the longest samples are tried at other sizes."""
-FEW = 1024
+EVENED = 1024
 """Samples of a batch up to which every promising arrangement is evened out; of larger ones only the best is."""
+FEW = 1024
+"""Samples times ranks up to which a batch is tried for longer."""
 FEWEST_TRIES, MOST_TRIES, TRIES_BY_SHARE = 6, 60, 160
 """How many arrangements are tried: ``TRIES_BY_SHARE`` over the samples a rank, since few are harder to share out."""
 
@@ -81,7 +83,7 @@ class _Search:
         self.good = bound * (ENOUGH_OF_FEW if self.few else ENOUGH)
         self.best: Arrangement | None = None
         by_share = TRIES_BY_SHARE * load.ranks // len(load.lengths)
-        self.tries = max(FEWEST_TRIES, min(MOST_TRIES, by_share)) if len(load.lengths) <= FEW else FEWEST_TRIES
+        self.tries = max(FEWEST_TRIES, min(MOST_TRIES, by_share)) if len(load.lengths) <= EVENED else FEWEST_TRIES
         self.tried: set[tuple[int, bytes]] = set()
 
     @property
@@ -101,14 +103,14 @@ class _Search:
         rounds = arrange(self.load, sizes, count)
         if rounds is None:
             return
-        if len(self.load.lengths) <= FEW and step_seconds(rounds) < self.seconds * PROMISING:
+        if len(self.load.lengths) <= EVENED and step_seconds(rounds) < self.seconds * PROMISING:
             rounds = even_out(self.load, rounds)
         if step_seconds(rounds) < self.seconds:
             self.best = Arrangement(step_seconds(rounds), rounds, sizes)
 
     def evened(self) -> Arrangement | None:
         """The best arrangement, evened out."""
-        if self.best is None or len(self.load.lengths) <= FEW:
+        if self.best is None or len(self.load.lengths) <= EVENED:
             return self.best
         rounds = even_out(self.load, self.best.rounds)
         return Arrangement(step_seconds(rounds), rounds, self.best.sizes)

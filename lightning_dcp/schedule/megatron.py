@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,14 @@ def available_megatron_scheduler() -> str | None:
     0.19. Imports Megatron-Core, which takes seconds the first time.
     """
     return next((name for name in _MODULES if _find(name) is not None), None)
+
+
+def megatron_problems(ranks: int) -> list[Problem]:
+    """What stands against Megatron-Core's schedulers on a plane of this many ranks; does not import Megatron-Core."""
+    if ranks >= 1 and ranks & (ranks - 1) == 0:
+        return []
+    found = f"a DPxCP plane of {ranks} ranks; it plans well-formed groups for powers of two only"
+    return [Problem("Megatron-Core's scheduler", found, _REMEDY)]
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,7 @@ class MegatronScheduler:
     layout: str = "zigzag"
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.ranks < 1 or self.ranks & (self.ranks - 1):
-            found = f"a DPxCP plane of {self.ranks} ranks; it plans well-formed groups for powers of two only"
-            problems.append(Problem("Megatron-Core's scheduler", found, _REMEDY))
+        problems = megatron_problems(self.ranks)
         if available_megatron_scheduler() is None:
             found = "an installed Megatron-Core with neither of " + ", ".join(f"{m}.{n}" for n, m in _MODULES.items())
             problems.append(Problem("Megatron-Core's scheduler", found, _REMEDY))
@@ -165,6 +171,8 @@ class _Plane:
 
 def _find(name: str) -> Any:
     """A scheduler class of the installed Megatron-Core, or ``None``."""
+    if (known := sys.modules.get(_MODULES[name])) is not None:
+        return getattr(known, name, None)  # without touching the filters of warnings, which all threads share
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron-Core reports each accelerator package that is not installed
         try:

@@ -46,6 +46,10 @@ MicroBatch = tuple[Pack, ...]
 """One round of packs, at most one a rank."""
 
 
+_ENTRIES = ("ranks", "max_seqlen_per_dp_cp_rank", "mode", "lengths", "microbatches")
+"""What decides a plan, as named in JSON."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What every rank of a plane does with one batch.
@@ -56,6 +60,7 @@ class StepPlan:
         lengths: tokens of each sample of the batch.
         microbatches: the rounds, in the order in which every rank runs its packs.
         mode: ``free`` (no barrier between micro-batches) or ``lockstep`` (no rank without a pack).
+        extra: what is only reported, such as ``cost_model``, ``predicted_step_s``, ``lower_bound_s``.
     """
 
     ranks: int
@@ -136,13 +141,19 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> StepPlan:
-        """Read what :meth:`to_json` wrote, and validate it."""
+        """Read what :meth:`to_json` wrote, and validate it.
+
+        Raises:
+            PlanError: entries are missing, or the plan breaks a rule.
+        """
+        missing = [name for name in _ENTRIES if name not in data]
+        if missing:
+            raise PlanError(f"a plan needs {', '.join(_ENTRIES)}; not found: {', '.join(missing)}")
         rounds = tuple(
             tuple(Pack(p["first_rank"], p["cp_size"], tuple(p["samples"]), p["layout"]) for p in microbatch)
             for microbatch in data["microbatches"]
         )
-        known = {"ranks", "max_seqlen_per_dp_cp_rank", "mode", "lengths", "microbatches"}
-        extra = {key: value for key, value in data.items() if key not in known}
+        extra = {key: value for key, value in data.items() if key not in _ENTRIES}
         limit = data["max_seqlen_per_dp_cp_rank"]
         plan = cls(data["ranks"], limit, tuple(data["lengths"]), rounds, data["mode"], extra)
         plan.validate()

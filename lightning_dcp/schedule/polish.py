@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,14 +48,14 @@ def polish(
     speed = np.array(speeds)
     done = np.array(ends)
     counts = np.array([int(tokens[own].sum()) for own in held])
-    work = np.array([sum(seconds[own].tolist()) for own in held])
+    work = np.array([math.fsum(seconds[own].tolist()) for own in held])
 
     def duration(block: Any, work: Any, counts: Any) -> Any:
         """Seconds of so much work and so many tokens on a block (or on several)."""
         return (work + overhead * -(-counts // capacity)) / speed[block]
 
     before = done - duration(slice(None), work, counts)
-    least_gain = LEAST_GAIN * sum(work.tolist()) / len(held)
+    least_gain = LEAST_GAIN * math.fsum(work.tolist()) / len(held)
     for _ in range(changes):
         slow = int(done.argmax())
         if done[slow] <= good or not held[slow]:

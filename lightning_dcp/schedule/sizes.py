@@ -12,7 +12,8 @@ def allowed_sizes(
     """The divisors of the plane from ``smallest`` to ``largest``, ascending, whose groups stay inside a node.
 
     Groups are aligned, so one of c ranks never crosses from node to node if c divides the ranks of a node; larger ones
-    are made of whole nodes where the plane allows it. A size that would cross without need is left out.
+    are made of whole nodes where the plane allows it. A size that would cross without need is left out, but never the
+    largest one asked for, which long samples may need.
     """
     sizes = tuple(c for c in divisors(ranks) if smallest <= c <= (largest or ranks))
     if ranks_per_node is None or ranks_per_node >= ranks:
@@ -20,7 +21,7 @@ def allowed_sizes(
     inside = [c for c in sizes if ranks_per_node % c == 0]
     beyond = [c for c in sizes if c > ranks_per_node]
     whole = [c for c in beyond if c % ranks_per_node == 0]
-    return tuple(inside + (whole or beyond)) or sizes
+    return tuple(sorted({*inside, *(whole or beyond), *sizes[-1:]}))
 
 
 def size_chains(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -67,6 +67,10 @@ class StaticScheduler:
         c, multiple = self.context_parallel_size, self.microbatch_multiple
         if c not in divisors(self.ranks):
             raise PlanError(f"context_parallel_size={c} does not divide the plane of {self.ranks} ranks")
+        if self.ranks < 1 or self.max_seqlen_per_dp_cp_rank < 1:
+            raise PlanError(f"{self}: ranks and max_seqlen_per_dp_cp_rank must be 1 or more")
+        if self.mode not in ("free", "lockstep"):
+            raise PlanError(f"unknown mode {self.mode!r}: use 'free' or 'lockstep'")
         if multiple < 1:
             raise PlanError(f"microbatch_multiple={multiple} is not a positive number of micro-batches")
         if multiple > 1 and self.mode != "lockstep":

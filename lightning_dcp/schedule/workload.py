@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -79,10 +80,8 @@ class Workload:
         key = (c, spans_nodes)
         if key not in self._coefficients:
             cost, hops = self.cost, c - 1
-            latency = cost.exposed_seconds(c, 0.0, 0.0, spans_nodes=spans_nodes)
-            bandwidth = cost.internode_bandwidth if spans_nodes else cost.bandwidth
-            transfer, hidden = hops * cost.hop_bytes / c / bandwidth, hops * cost.overlap / c
-            self._coefficients[key] = (cost.linear / c, latency, transfer, hidden)
+            latency_s, token_s = cost.hop_seconds(spans_nodes=spans_nodes)
+            self._coefficients[key] = (cost.linear / c, hops * latency_s, hops * token_s / c, hops * cost.overlap / c)
         return self._coefficients[key]
 
     def seconds_of(self, c: int, tokens: int, attention: float) -> float:
@@ -97,7 +96,9 @@ class Workload:
         """Seconds of a pack in its place: whether its group spans nodes and how fast its ranks are is known there."""
         coefficients = self.coefficients(c, self.cost.spans_nodes(first, c))
         lengths, attention = self.lengths, self.attention(c)
-        seconds = self._seconds(coefficients, sum([lengths[s] for s in samples]), sum([attention[s] for s in samples]))
+        seconds = self._seconds(
+            coefficients, sum([lengths[s] for s in samples]), math.fsum([attention[s] for s in samples])
+        )
         return seconds if self.speeds is None else seconds / min(self.speeds[first : first + c])
 
     def _seconds(self, coefficients: tuple[float, float, float, float], tokens: int, attention: float) -> float:

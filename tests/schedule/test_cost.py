@@ -159,17 +159,39 @@ def test_lists_in_the_efficiency_become_tuples():
 # ------------------------------------------------------------------ what is refused
 
 NUMBERS = ["linear", "attention", "pack_overhead", "hop_latency", "hop_bytes", "internode_latency"]
+OPTIONAL = ["bandwidth", "internode_latency", "internode_bandwidth"]
 NOT_NUMBERS = [float("nan"), float("inf"), -1e-9, "fast", None, True, {"a": 1.0}]
 
 
 @pytest.mark.parametrize("name", [*NUMBERS, "bandwidth", "internode_bandwidth", "overlap"])
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=repr)
 def test_values_that_are_no_quantities_are_refused_by_name(name, value):
+    if value is None and name in OPTIONAL:
+        return
     for make in (lambda values: CostModel(**values), CostModel.from_dict):
         with pytest.raises(ConfigurationError) as caught:
             make({"linear": 1.0, "attention": 1.0} | {name: value})
         assert len(caught.value.problems) == 1
         assert caught.value.problems[0].asked.startswith(f"{name}={value!r}")
+
+
+def test_bytes_without_a_bandwidth_are_refused():
+    with pytest.raises(ConfigurationError, match="bandwidth=None"):
+        CostModel(1.0, 1.0, hop_bytes=1e5)
+
+
+def test_hops_between_nodes_are_like_those_inside_one_unless_told():
+    inside = CostModel(1.0, 1e-3, hop_latency=3.0, hop_bytes=8.0, bandwidth=2.0)
+    across = CostModel(1.0, 1e-3, hop_latency=3.0, hop_bytes=8.0, bandwidth=2.0, ranks_per_node=1)
+    slower = CostModel(
+        1.0, 1e-3, hop_latency=3.0, hop_bytes=8.0, bandwidth=2.0, ranks_per_node=1, internode_bandwidth=1.0
+    )
+    assert inside.pack_seconds([40], 2) == across.pack_seconds([40], 2) == 20 + 0.8 + 3 + 80
+    assert slower.pack_seconds([40], 2) == 20 + 0.8 + 3 + 160
+
+
+def test_hops_are_free_unless_told():
+    assert CostModel(1.0, 0.0).pack_seconds([40], 4) == 10.0
 
 
 def test_integers_beyond_all_floats_are_refused():

@@ -251,11 +251,16 @@ def test_empty_batches_and_samples_are_refused(lengths):
         MegatronScheduler(4, 10).schedule(lengths)
 
 
+MODULES = ("megatron.core.datasets.data_schedule", "megatron.core.pipeline_parallel.hybrid_cp_schedule")
+
+
 def test_what_megatron_reports_when_imported_is_not_shown(monkeypatch, recwarn):
     def noisy(name):
         warnings.warn(f"{name}: Transformer Engine is not installed", stacklevel=1)
         raise ImportError(name)
 
+    for module in MODULES:
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr("lightning_dcp.schedule.megatron.importlib.import_module", noisy)
     assert available_megatron_scheduler() is None
     assert not recwarn.list
