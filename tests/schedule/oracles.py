@@ -26,10 +26,13 @@ def pack_seconds(cost, lengths, c, first_rank=0):
     """The formula in the cost model's docstring, one sample after the other."""
     nodes = {rank // (cost.ranks_per_node or math.inf) for rank in range(first_rank, first_rank + c)}
     across = len(nodes) > 1
-    latency = cost.internode_latency if across else cost.hop_latency
-    bandwidth = cost.internode_bandwidth if across else cost.bandwidth
+    latency, bandwidth = cost.hop_latency, cost.bandwidth
+    if across:
+        latency = latency if cost.internode_latency is None else cost.internode_latency
+        bandwidth = cost.internode_bandwidth or bandwidth
     attention = sum(cost.attention * n**2 / (c * speed_share(cost.efficiency, n / c)) for n in lengths)
-    hop = latency + cost.hop_bytes * sum(lengths) / c / bandwidth - cost.overlap * attention / c
+    transfer = cost.hop_bytes * sum(lengths) / c / bandwidth if cost.hop_bytes else 0.0
+    hop = latency + transfer - cost.overlap * attention / c
     return cost.pack_overhead + cost.linear * sum(lengths) / c + attention + (c - 1) * max(0.0, hop)
 
 

@@ -73,19 +73,19 @@ def efficiencies(draw):
 
 @st.composite
 def cost_models(draw):
-    """Any valid cost model whose hops across nodes are no faster than those inside."""
+    """Any valid cost model whose hops between nodes, where they differ, are no faster than those inside."""
     linear, attention = draw(about(1e-8, 1e-3)), draw(about(1e-13, 1e-6))
-    latency, bandwidth = draw(about(1e-6, 0.1)), draw(st.floats(1e6, 1e12))
+    latency, hop_bytes, bandwidth = draw(about(1e-6, 0.1)), draw(about(1.0, 1e6)), draw(st.floats(1e6, 1e12))
     return CostModel(
         linear=linear if linear + attention else 1e-5,
         attention=attention,
         efficiency=draw(efficiencies()),
         pack_overhead=draw(about(1e-5, 1.0)),
         hop_latency=latency,
-        hop_bytes=draw(about(1.0, 1e6)),
-        bandwidth=bandwidth,
-        internode_latency=latency + draw(about(1e-6, 0.1)),
-        internode_bandwidth=bandwidth / draw(st.floats(1, 100)),
+        hop_bytes=hop_bytes,
+        bandwidth=bandwidth if hop_bytes else draw(st.sampled_from([None, bandwidth])),
+        internode_latency=draw(st.one_of(st.none(), about(1e-6, 0.1).map(lambda more: latency + more))),
+        internode_bandwidth=draw(st.one_of(st.none(), st.floats(1, 100).map(lambda times: bandwidth / times))),
         overlap=draw(st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1))),
         ranks_per_node=draw(st.one_of(st.none(), st.integers(1, 16))),
     )

@@ -140,19 +140,29 @@ def test_the_cost_model_decides_what_is_spread():
 
 @given(schedulers())
 @quickly
-def test_groups_that_fit_into_a_node_do_not_cross(case):
+def test_groups_that_fit_into_a_node_cross_only_if_they_are_the_largest_asked_for(case):
     scheduler, lengths = case
     nodes = scheduler.cost.ranks_per_node
     try:
         plan = scheduler.schedule(lengths)
     except PlanError:
         return
-    if nodes is not None and any(not crossing_sizes(scheduler, c, nodes) for c in limited_sizes(scheduler)):
-        assert [pack for pack in crossing(plan, nodes) if pack.cp_size <= nodes] == []
+    if nodes is not None:
+        assert {pack.cp_size for pack in crossing(plan, nodes) if pack.cp_size <= nodes} <= {
+            limited_sizes(scheduler)[-1]
+        }
 
 
-def crossing_sizes(scheduler, c, nodes):
-    return any(first // nodes != (first + c - 1) // nodes for first in range(0, scheduler.ranks, c))
+@given(schedulers(min_context_parallel_size=1, max_context_parallel_size=None))
+@quickly
+def test_no_group_that_fits_into_a_node_crosses_where_all_sizes_may_be_used(case):
+    scheduler, lengths = case
+    nodes = scheduler.cost.ranks_per_node
+    try:
+        plan = scheduler.schedule(lengths)
+    except PlanError:
+        return
+    assert nodes is None or not [pack for pack in crossing(plan, nodes) if pack.cp_size <= nodes]
 
 
 def test_only_samples_too_long_for_a_node_cross():

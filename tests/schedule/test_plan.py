@@ -258,7 +258,7 @@ def test_the_digest_is_the_same_in_every_process():
     assert in_two_processes(program, json.dumps(PLAN.to_json())) == [[str(PLAN.digest())]] * 2
 
 
-# ------------------------------------------------------------------ helpers
+# ------------------------------------------------------------------ sizes and rounds
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 3, 6]), (8, [1, 2, 4, 8])])

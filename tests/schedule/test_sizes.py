@@ -53,6 +53,8 @@ def test_a_plane_in_one_node_has_all_sizes():
         ((24, 2, 12, 6), (2, 3, 6, 12)),
         ((12, 1, None, 5), (1, 6, 12)),  # no size is made of whole nodes
         ((6, 3, 3, 4), (3,)),  # better across than not at all
+        ((12, 1, 6, 8), (1, 2, 4, 6)),  # the largest one asked for, which long samples may need
+        ((12, 1, 3, 8), (1, 2, 3)),
     ],
 )
 def test_some_sizes_by_hand(arguments, expected):
