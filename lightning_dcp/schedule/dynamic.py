@@ -121,12 +121,17 @@ class DynamicScheduler:
         seconds, rounds = (math.inf, ()) if found is None else in_place(load, found.rounds, self.layout)
         return seconds, StepPlan(self.ranks, load.limit, tuple(tokens), rounds, "lockstep")
 
+    def _work_s(self, tokens: Sequence[int], c: int) -> float:
+        """Compute of all samples at one size over all ranks: less than any step at that size, and quick to tell."""
+        rank_seconds = self.cost.linear * sum(tokens) + c * math.fsum(self.cost.attention_seconds(tokens, c).tolist())
+        return rank_seconds / math.fsum(self.rank_speeds or (1.0,) * self.ranks)
+
     def _static(self, tokens: Sequence[int], below: float) -> Iterator[tuple[float, StepPlan]]:
         """Plans at one fixed size, as far as one could take less time than ``below``."""
         limit, multiple = self.max_seqlen_per_dp_cp_rank, self.microbatch_multiple
         longest = max(tokens)
         for c in self.sizes:
-            if longest > c * limit:
+            if longest > c * limit or self._work_s(tokens, c) >= below:
                 continue
             least = lower_bound_s(
                 tokens, self.ranks, limit, self.cost, sizes=(c,), mode=self.mode, speeds=self.rank_speeds

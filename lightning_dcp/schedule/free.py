@@ -8,8 +8,9 @@ from lightning_dcp.schedule.workload import Sizes, Workload
 
 ENOUGH = 1.004
 """A step that takes at most so many times the lower bound is not worth another try."""
-EVEN = 1.0005
-"""A step that takes at most so many times the lower bound is not worth moving another sample."""
+EVEN, EVEN_OF_FEW = 1.002, 1.0005
+"""A step that takes at most so many times the lower bound is not worth moving another sample; with few samples that is
+cheap."""
 PROMISING = 1.01
 """A placement is worth evening out if it takes at most so many times the best one."""
 SHARES_OF_STEP = (1.0, 1.02, 1.05, 0.6, 1.1, 0.35, 1.2)
@@ -36,6 +37,7 @@ def plan_free(load: Workload, bound: float) -> Placement:
         bound: seconds that the step takes at least.
     """
     tries = max(WORK // len(load.lengths), 1)
+    even = bound * (EVEN_OF_FEW if len(load.lengths) * load.ranks <= FEW else EVEN)
     tried: dict[bytes, tuple[Placement, Sizes]] = {}
     for share in SHARES_OF_STEP[:tries]:
         sizes = load.smallest_within(bound * share)
@@ -44,21 +46,21 @@ def plan_free(load: Workload, bound: float) -> Placement:
         if tried[sizes.tobytes()][0].step <= bound * ENOUGH:
             break
     ranked = sorted(tried.values(), key=lambda pair: pair[0].step)
-    best, sizes = even_out(load, ranked[0][0], bound * EVEN), ranked[0][1]
+    best, sizes = even_out(load, ranked[0][0], even), ranked[0][1]
     for placed, other in ranked[1 : 1 + tries // 32]:
         if best.step <= bound * ENOUGH:
             break
-        evened = even_out(load, placed, bound * EVEN)
+        evened = even_out(load, placed, even)
         if evened.step < best.step:
             best, sizes = evened, other
-    best = _cut_further(load, best, sizes.copy(), bound, min(CUTS, tries // 8))
+    best = _cut_further(load, best, sizes.copy(), bound, even, min(CUTS, tries // 8))
     if len(load.lengths) * load.ranks <= FEW and load.speeds is None and best.step > bound * ENOUGH:
         fitted = [fit_search(load, other, bound, best.step) for _, other in ranked[:3]]
         best = min([best, *filter(None, fitted)], key=lambda placement: placement.step)
     return best
 
 
-def _cut_further(load: Workload, best: Placement, sizes: Sizes, bound: float, cuts: int) -> Placement:
+def _cut_further(load: Workload, best: Placement, sizes: Sizes, bound: float, even: float, cuts: int) -> Placement:
     """Cut the longest sample of the slowest rank, again and again; the best placement seen."""
     last = best
     for _ in range(cuts):
@@ -71,7 +73,7 @@ def _cut_further(load: Workload, best: Placement, sizes: Sizes, bound: float, cu
         sizes[sample] = larger[0]
         last = place(load, sizes)
         if last.step < best.step * PROMISING:
-            last = even_out(load, last, bound * EVEN)
+            last = even_out(load, last, even)
         best = min(best, last, key=lambda placement: placement.step)
     return best
 
