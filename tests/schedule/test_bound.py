@@ -13,7 +13,7 @@ from lightning_dcp.schedule import CostModel, DynamicScheduler, StaticScheduler,
 from tests.schedule.oracles import Cheapest, makespan, pack_seconds, sizes_of
 from tests.schedule.plans import batches, cost_models, lognormal_lengths, plans, schedulers, speeds_of
 
-quickly = settings(max_examples=150, deadline=None)
+quickly = settings(max_examples=80, deadline=None)
 ROUNDING = 1 + 1e-9
 TOKENS = CostModel(linear=1.0, attention=0.0)
 

@@ -13,7 +13,7 @@ from lightning_dcp.errors import PlanError
 from lightning_dcp.schedule import CostModel, DynamicScheduler, StaticScheduler, preset
 from tests.schedule.plans import in_two_processes, lognormal_lengths, schedulers
 
-quickly = settings(max_examples=100, deadline=None)
+quickly = settings(max_examples=60, deadline=None)
 H100 = preset("h100")
 
 

@@ -11,7 +11,7 @@ from lightning_dcp.schedule import CostModel, DynamicScheduler, lower_bound_s, p
 from tests.schedule.oracles import broken_rules, crossing, makespan, walk
 from tests.schedule.plans import limited_sizes, lognormal_lengths, schedulers
 
-quickly = settings(max_examples=100, deadline=None)
+quickly = settings(max_examples=60, deadline=None)
 H100 = preset("h100")
 PLANES = pytest.mark.parametrize("ranks", range(1, 65))
 free_schedulers = schedulers(mode="free", microbatch_multiple=1)

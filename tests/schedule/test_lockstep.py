@@ -12,7 +12,7 @@ from lightning_dcp.schedule import DynamicScheduler, lower_bound_s, preset, simu
 from tests.schedule.oracles import Cheapest, broken_rules, lockstep_is_possible, makespan, sizes_of, walk
 from tests.schedule.plans import cost_models, lognormal_lengths, schedulers, speeds_of
 
-quickly = settings(max_examples=100, deadline=None)
+quickly = settings(max_examples=60, deadline=None)
 POWERS = (1, 2, 4, 8, 16)
 lockstep_schedulers = schedulers(mode="lockstep")
 
@@ -98,7 +98,7 @@ def scarce(draw):
 
 
 @given(scarce())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_batch_is_refused_if_and_only_if_no_plan_exists(case):
     """On these planes all groups nest in the largest ones, so whether those can be filled decides."""
     scheduler, lengths = case

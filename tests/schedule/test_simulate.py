@@ -56,7 +56,7 @@ def test_a_plan_without_packs_takes_no_time():
 
 
 @given(plans(longest=5000), cost_models(), st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_random_plans_take_as_long_as_event_by_event(plan, cost, data):
     speeds = data.draw(st.one_of(st.none(), speeds_of(plan.ranks)))
     simulation = simulate(plan, cost, speeds)

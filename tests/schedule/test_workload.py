@@ -8,7 +8,7 @@ from lightning_dcp.schedule.workload import Workload
 from tests.schedule.oracles import pack_seconds
 from tests.schedule.plans import cost_models, speeds_of
 
-quickly = settings(max_examples=80, deadline=None)
+quickly = settings(max_examples=50, deadline=None)
 SIZES = (1, 2, 4, 8)
 
 
