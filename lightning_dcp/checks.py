@@ -48,6 +48,7 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
             problems.append(Problem(f"{name}={value!r}", "an unknown value", f"use one of {list(allowed)}"))
     if strategy.region_names == []:
         problems.append(Problem("regions=[]", "no region at all", "leave regions out, or name one"))
+    problems += strategy.attention_settings.problems()
     return problems + strategy.scheduler_choice.argument_problems()
 
 

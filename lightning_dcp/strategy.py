@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dcp import checks
+from lightning_dcp.attention.options import AttentionOptions
+from lightning_dcp.attention.settings import AttentionSettings, describe
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
 from lightning_dcp.data.prepare import prepare_loader
 from lightning_dcp.errors import BatchError, raise_problems
@@ -70,6 +72,14 @@ class DCPStrategy(DDPStrategy):
         loss_normalization: what the loss that ``training_step`` returns is over one batch: a mean over target
             ``tokens``, a mean over ``samples``, or a ``sum``.
         layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not.
+        attention: how keys and values reach the queries of other ranks: ``ring``, ``all_gather``, ``ulysses``, or ``auto``,
+            which estimates all three for each pack, group and layer from the cost model, the head counts and the links.
+            What it picked is logged, and counted in :class:`~lightning_dcp.RunSummary`.
+        attention_kernel: what computes attention on a rank; ``auto`` takes the fastest for device and dtype that is
+            installed: ``flash_attn``, ``cuda_flash``, ``varlen_attn``, ``cpu_flash``, ``reference``.
+        links: how ``attention="auto"`` knows the speed between ranks: ``measured`` at set-up (rounded; runs may still
+            choose differently, and then differ in the last bits), from the ``cost_model``, or ``auto``: measured on
+            accelerators unless ``Trainer(deterministic=True)``.
         regions: attribute paths of the modules to run context-parallel; found by themselves where only one can be.
         cost_model: what a pack costs on this machine: a :class:`~lightning_dcp.schedule.CostModel`, a YAML file of one
             (``lightning-dcp calibrate`` measures it and writes the file), or ``a100``, ``h100`` (the default), ``h200``
@@ -113,6 +123,9 @@ class DCPStrategy(DDPStrategy):
         pipeline_model_parallel_size: int = 1,
         loss_normalization: LossNormalization = "tokens",
         layout: Literal["zigzag", "contiguous"] = "zigzag",
+        attention: Literal["auto", "ring", "all_gather", "ulysses"] = "auto",
+        attention_kernel: str = "auto",
+        links: Literal["auto", "measured", "cost_model"] = "auto",
         regions: list[str] | None = None,
         cost_model: CostModel | str | Path | None = None,
         schedule_mode: Literal["free", "lockstep"] = "free",
@@ -148,6 +161,7 @@ class DCPStrategy(DDPStrategy):
         self.pipeline_model_parallel_size = pipeline_model_parallel_size
         self.loss_normalization: LossNormalization = loss_normalization
         self.layout = layout
+        self.attention_settings = AttentionSettings(attention, attention_kernel, links)
         self.region_names = regions
         self.plan_ahead = plan_ahead
         self.cost_model, problems = checks.cost_model_of(cost_model)
@@ -168,6 +182,7 @@ class DCPStrategy(DDPStrategy):
         self.clock = WaitClock()
         self.gradient_reductions = 0
         self._groups: ParallelGroups | None = None
+        self._attention = AttentionOptions()
         self._regions: Regions | None = None
         self._choice = self.scheduler_choice
         self._planner: PlanAhead | None = None
@@ -202,6 +217,11 @@ class DCPStrategy(DDPStrategy):
         if self._regions is None:
             raise RuntimeError("the regions are found when a run starts")
         return self._regions
+
+    @property
+    def attention(self) -> AttentionOptions:
+        """How attention is computed; settled at set-up."""
+        return self._attention
 
     @property
     def callback(self) -> SchedulerCallback:
@@ -269,6 +289,7 @@ class DCPStrategy(DDPStrategy):
         self._regions = checks.check_module(self, self._module, trainer)
         self._regions.install()
         self._planner = self._new_planner()
+        self._attention = self.attention_settings.build(self.cost_model, self.groups, self.root_device)
         if self.accelerator is None or self.model is None:
             raise RuntimeError("setup() needs an accelerator and a model; the Trainer provides both")
         self.accelerator.setup(trainer)
@@ -306,6 +327,7 @@ class DCPStrategy(DDPStrategy):
             f"PP {t.pipeline_model_parallel_size})",
             f"at most {limit} tokens a rank, {sizes[-1] * limit} a sample",
             self._choice.settings,
+            describe(self._attention),
             f"loss per {self.loss_normalization}",
             f"regions: {', '.join(name or 'forward' for name in self.regions.modules)}",
         ]
@@ -334,6 +356,7 @@ class DCPStrategy(DDPStrategy):
                 normalization=self.loss_normalization,
                 device=self.root_device,
                 clock=self.clock,
+                attention=self._attention,
                 seed=seed_of(
                     os.environ.get("PL_GLOBAL_SEED"),
                     str(self._trainer.state.stage),

@@ -1,4 +1,4 @@
-"""``torch.nn.functional.scaled_dot_product_attention`` over a CP group, for models that call it."""
+"""Attention over a CP group for models that call torch's function, or :func:`~lightning_dcp.attention.attention`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_dcp.attention.ring import ring_attention
+from lightning_dcp.attention.functional import attention, serve_attention, serve_scaled_dot_product_attention
+from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.errors import UnsupportedAttentionError
 from lightning_dcp.parallel.context import CPContext
 
 _BACKWARDS = (Tensor.backward, torch.autograd.backward)
-
+_SERVED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.scaled_dot_product_attention: serve_scaled_dot_product_attention,
+    attention: serve_attention,
+}
 
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 _MIXING = {F.conv1d, F.conv2d, torch.conv1d, torch.conv2d, torch.roll, Tensor.roll, torch.cumsum, Tensor.cumsum}
@@ -32,7 +36,7 @@ def _is_attention(context: CPContext, args: Sequence[Any]) -> bool:
 
 
 class ContextParallelAttention(TorchFunctionMode):
-    """While active, causal ``scaled_dot_product_attention`` runs over the CP group of one context.
+    """While active, ``scaled_dot_product_attention`` and :func:`attention` run over the CP group of one context.
 
     Entered around a region's forward and around the backward, where activation checkpointing calls the model's layers
     again. The mode belongs to the thread (autograd hands it on to its own threads), the context to the mode: there is
@@ -40,12 +44,13 @@ class ContextParallelAttention(TorchFunctionMode):
 
     Attributes:
         context: the pack whose attention this is.
+        options: how it is computed.
         calls: how many attention calls it has served.
     """
 
-    def __init__(self, context: CPContext) -> None:
+    def __init__(self, context: CPContext, options: AttentionOptions = AttentionOptions()) -> None:  # noqa: B008  (frozen)
         super().__init__()
-        self.context = context
+        self.context, self.options = context, options
         self.calls = 0
 
     def __torch_function__(
@@ -65,10 +70,11 @@ class ContextParallelAttention(TorchFunctionMode):
                 "a part of them. Attend by scaled_dot_product_attention(..., is_causal=True), or keep this layer out of "
                 "the region."
             )
-        if func is not F.scaled_dot_product_attention:
+        serve = _SERVED.get(func)
+        if serve is None:
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        return _attention(self.context, *args, **(kwargs or {}))
+        return serve(self.context, self.options, *args, **(kwargs or {}))
 
     def _backward(self, tensors: Tensor | Sequence[Tensor], **options: Any) -> None:
         """Run a backward with this mode on: layers that checkpointing calls again in it need their attention served.
@@ -82,63 +88,3 @@ class ContextParallelAttention(TorchFunctionMode):
             options["grad_tensors"] = options.pop("gradient")
         with self:
             torch.autograd.backward(edges, **options)
-
-
-def _attention(
-    context: CPContext,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The signature of torch's function, ``[1, H, T_local, D]`` in and out."""
-    _refuse_unsupported(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    query, key, value = (_as_autocast_would(t) for t in (query, key, value))
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = ring_attention(q, k, v, context, scale=scale)
-    return out.transpose(0, 1).unsqueeze(0)
-
-
-def _refuse_unsupported(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> None:
-    problems = []
-    if attn_mask is not None:
-        problems.append(
-            "attn_mask is given (sample borders are kept without a mask; other masks cannot be sharded yet)"
-        )
-    if not is_causal:
-        problems.append("is_causal is not True (only causal attention runs over a CP group)")
-    if dropout_p:
-        problems.append(f"dropout_p={dropout_p} (ranks of a group cannot draw one sample's dropout together)")
-    no_packs = [
-        f"the {name} has shape {tuple(x.shape)}, expected a pack: [1, heads, tokens, head_dim]"
-        for name, x in (("query", query), ("key", key), ("value", value))
-        if x.dim() != 4 or x.shape[0] != 1
-    ]
-    problems += no_packs
-    if not no_packs and key.shape[1] != query.shape[1] and not enable_gqa:
-        problems.append(f"{query.shape[1]} query heads on {key.shape[1]} key heads without enable_gqa=True")
-    if problems:
-        raise UnsupportedAttentionError(
-            "scaled_dot_product_attention inside a context-parallel region: " + "; ".join(problems) + ". "
-            "Call it with is_causal=True, attn_mask=None, dropout_p=0.0, or keep this layer out of the region."
-        )
-
-
-def _as_autocast_would(x: Tensor) -> Tensor:
-    """Cast as autocast does for attention; it acts below this function, so it cannot do so itself."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x

@@ -8,8 +8,9 @@ from statistics import mean
 
 import torch
 
-from lightning_dcp.attention.ring import ring_attention
-from lightning_dcp.calibration.record import AttentionCalls, AttentionShape
+from lightning_dcp.attention.engine import context_parallel_attention
+from lightning_dcp.attention.shape import AttentionShape
+from lightning_dcp.calibration.record import AttentionCalls
 from lightning_dcp.parallel.context import CPContext, make_context
 from lightning_dcp.parallel.groups import CPGroup
 
@@ -76,11 +77,13 @@ def _sample_seconds(calls: AttentionCalls, length: int, tokens: int, device: tor
 def _call_seconds(shape: AttentionShape, context: CPContext) -> tuple[float, float]:
     """Seconds of one forward and one backward call on a pack."""
     size, device = context.num_local_tokens, context.device
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    q, k, v = (torch.randn(size, n, shape.head_dim, dtype=shape.dtype, device=device).requires_grad_() for n in heads)
-    ring_attention(q, k, v, context)  # index tensors and a cold kernel are no part of the speed
+    widths = (
+        (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)
+    )  # fmt: skip
+    q, k, v = (torch.randn(size, *width, dtype=shape.dtype, device=device).requires_grad_() for width in widths)
+    context_parallel_attention(q, k, v, context)  # index tensors and a cold kernel are no part of the speed
     start = _now(device)
-    out = ring_attention(q, k, v, context)
+    out = context_parallel_attention(q, k, v, context)
     middle = _now(device)
     out.backward(torch.ones_like(out))
     return middle - start, _now(device) - middle

@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from lightning_dcp.attention import ring
-from lightning_dcp.attention.kernels import Kernel, Rows
-from lightning_dcp.parallel.blocks import AttentionBlocks
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """The heads of one attention layer.
-
-    Attributes:
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: width of a head.
-        dtype: of queries, keys and values.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def forward_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def backward_bytes(self) -> int:
-        """Bytes of the keys and values of one token and of their gradients, which travel in float32 or better."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return self.forward_bytes + 2 * self.kv_heads * self.head_dim * wide.itemsize
+from lightning_dcp.attention.schemes import ALONE, SCHEMES, AttentionCall, Scheme
+from lightning_dcp.attention.schemes.base import Gradients, Saved
+from lightning_dcp.attention.shape import AttentionShape
 
 
 @dataclass(frozen=True)
@@ -62,55 +33,35 @@ class AttentionCalls:
         return float(forward + sum(shape.backward_bytes * count for shape, count in self.backward.items()))
 
 
-class _Recorded(Kernel):
-    """A kernel that counts its calls."""
+class _Recorded(Scheme):
+    """A scheme that counts the calls."""
 
-    def __init__(self, kernel: Kernel, calls: AttentionCalls) -> None:
-        self._kernel, self._calls = kernel, calls
+    name = "recorded"
+
+    def __init__(self, scheme: Scheme, calls: AttentionCalls) -> None:
+        self._scheme, self._calls = scheme, calls
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, scale: float
-    ) -> Iterator[tuple[Rows, Tensor, Tensor]]:
-        self._calls.forward[_shape(q, k)] += 1
-        return self._kernel.forward(q, k, v, blocks, scale)
+        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Saved]:
+        self._calls.forward[call.shape] += 1
+        return self._scheme.forward(call, q, k, v, sinks)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        blocks: AttentionBlocks,
-        scale: float,
-    ) -> Iterator[tuple[Rows, Rows, Tensor, Tensor, Tensor]]:
-        self._calls.backward[_shape(q, k)] += 1
-        return self._kernel.backward(grad, q, k, v, out, lse, blocks, scale)
-
-
-def _shape(q: Tensor, k: Tensor) -> AttentionShape:
-    return AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype)
+    def backward(self, call: AttentionCall, grad: Tensor, saved: Saved, sinks: Tensor | None) -> Gradients:
+        self._calls.backward[call.shape] += 1
+        return self._scheme.backward(call, grad, saved, sinks)
 
 
 @contextmanager
 def recording() -> Iterator[AttentionCalls]:
     """Record the attention calls made inside, which must be on groups of one rank.
 
-    The kernel's chooser is exchanged for the time of one step, so that every model is seen, whichever way its
-    attention reaches the ring, and so that nothing is left in the way of what is timed afterwards.
+    The scheme of such groups is exchanged for the time of one step, so that every model is seen, whichever way its
+    attention reaches it, and so that nothing is left in the way of what is timed afterwards.
     """
-    calls, choose = AttentionCalls(), ring.choose_kernel
-
-    def choose_recorded(q: Tensor) -> Kernel:
-        return _Recorded(choose(q), calls)
-
-    _set_chooser(choose_recorded)
+    calls, own = AttentionCalls(), SCHEMES[ALONE]
+    SCHEMES[ALONE] = _Recorded(own, calls)
     try:
         yield calls
     finally:
-        _set_chooser(choose)
-
-
-def _set_chooser(choose: Callable[[Tensor], Kernel]) -> None:
-    vars(ring)["choose_kernel"] = choose
+        SCHEMES[ALONE] = own

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
+from lightning_dcp.attention.choice import SchemeChooser
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
 from lightning_dcp.errors import ConfigurationError, Problem
 
@@ -21,7 +22,7 @@ class RunSummary(Callback):
 
     The busy share is the part of the time of all ranks, while packs run, that is not spent waiting for others. A plan is
     ready if it was there when its step asked for it (on this rank); how long steps waited for plans is no part of the
-    step time.
+    step time. With ``attention="auto"`` a row counts this rank's attention calls by scheme and CP size.
 
     Args:
         validation_metric: the logged value shown as validation loss.
@@ -110,6 +111,7 @@ class RunSummary(Callback):
             "busy share of the ranks": f"{sum(self.busy[skip:]) / len(self.busy[skip:]):.1%}",
             "training loss, first and last": f"{self.losses[0]:.4f}, {self.losses[-1]:.4f}",
         }
+        rows |= _schemes_row(trainer)
         validation = trainer.callback_metrics.get(self.validation_metric)
         if validation is not None:
             rows["validation loss"] = f"{float(validation):.4f}"
@@ -117,3 +119,13 @@ class RunSummary(Callback):
         for name, value in rows.items():
             table.add_row(name, value)
         return table
+
+
+def _schemes_row(trainer: Trainer) -> dict[str, str]:
+    """Which exchange schemes were picked; nothing where the user chose one, or where no pack was cut."""
+    options = getattr(trainer.strategy, "attention", None)
+    chooser = getattr(options, "scheme", None)
+    if not isinstance(chooser, SchemeChooser) or not chooser.picked:
+        return {}
+    counts = (f"CP {size} {scheme}: {count}" for (size, scheme), count in sorted(chooser.picked.items()))
+    return {"attention calls by scheme": ", ".join(counts)}

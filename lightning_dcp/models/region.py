@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.batch.view import BatchView
 from lightning_dcp.errors import PlanError, RegionError, UnsupportedAttentionError
@@ -32,12 +33,14 @@ class ActivePack:
         context: group and layout of the pack.
         max_tokens: the most tokens that a rank may hold.
         seed: of the random numbers drawn inside regions, another one on each rank, as ranks hold different tokens.
+        attention: how attention is computed.
     """
 
     view: BatchView
     context: CPContext
     max_tokens: int
     seed: int = 0
+    attention: AttentionOptions = AttentionOptions()
 
 
 class Regions:
@@ -79,7 +82,7 @@ class Regions:
     @contextmanager
     def backward_of(self, pack: ActivePack) -> Iterator[None]:
         """As :meth:`active`, for a backward: layers that checkpointing calls again find the pack's attention."""
-        with self.active(pack), ContextParallelAttention(pack.context):
+        with self.active(pack), ContextParallelAttention(pack.context, pack.attention):
             yield
 
     def _call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +96,8 @@ class Regions:
         args, kwargs = _shard_arguments(name, forward, args, kwargs, pack)
         self._pack = None  # a region inside this one sees local tokens already
         try:
-            with ContextParallelAttention(pack.context), seeded(seed_of(pack.seed, self.calls), pack.context.device):
+            seed = seed_of(pack.seed, self.calls)
+            with ContextParallelAttention(pack.context, pack.attention), seeded(seed, pack.context.device):
                 out = forward(*args, **kwargs)
         except UnsupportedAttentionError as error:
             raise UnsupportedAttentionError(f"{_layer_of(error, self.modules[name], name)}: {error}") from error

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dcp.parallel.blocks import AttentionBlocks, attention_blocks
+from lightning_dcp.parallel.blocks import AttentionBlocks, AttentionMask, attention_blocks
 from lightning_dcp.parallel.clock import WaitClock
+from lightning_dcp.parallel.exchange import Exchange, GroupExchange
 from lightning_dcp.parallel.groups import CPGroup
 from lightning_dcp.parallel.layout import PackLayout, build_layout
 
@@ -28,24 +28,19 @@ class CPContext:
         rank: this rank's place in it.
         layout: which tokens each rank of the group holds.
         device: where the pack's tensors lie.
-        clock: adds up the time this rank waits.
+        exchange: communication inside the group.
     """
 
     group: CPGroup
     rank: int
     layout: PackLayout
     device: torch.device
-    clock: WaitClock = field(default_factory=WaitClock)
+    exchange: Exchange
 
     @property
     def size(self) -> int:
         """Ranks of the group, c."""
         return self.group.size
-
-    @property
-    def handle(self) -> dist.ProcessGroup | None:
-        """The process group; None for a group of one."""
-        return self.group.handle
 
     @cached_property
     def num_local_tokens(self) -> int:
@@ -68,14 +63,20 @@ class CPContext:
         return self.layout.positions(self.rank).unsqueeze(0).to(self.device)
 
     @cached_property
-    def _blocks(self) -> dict[int, AttentionBlocks]:
+    def tokens(self) -> list[int]:
+        """Tokens of the pack that each rank of the group holds."""
+        return [self.layout.tokens(rank) for rank in range(self.size)]
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[int | None, int | None, AttentionMask], tuple[AttentionBlocks, ...]]:
         return {}
 
-    def blocks_to(self, k_rank: int) -> AttentionBlocks:
-        """The attention blocks from this rank's queries to another rank's keys; worked out once a pack."""
-        if k_rank not in self._blocks:
-            self._blocks[k_rank] = attention_blocks(self.layout, self.rank, k_rank, self.device)
-        return self._blocks[k_rank]
+    def blocks(self, q_rank: int | None, k_rank: int | None, mask: AttentionMask) -> tuple[AttentionBlocks, ...]:
+        """The attention blocks from one rank's queries to another's keys (None: the whole pack's); made once a pack."""
+        key = q_rank, k_rank, mask
+        if key not in self._blocks:
+            self._blocks[key] = attention_blocks(self.layout, q_rank, k_rank, mask, self.device)
+        return self._blocks[key]
 
 
 @lru_cache(maxsize=256)
@@ -91,6 +92,7 @@ def make_context(
     layout: str | PackLayout = "zigzag",
     device: torch.device | str = "cpu",
     clock: WaitClock | None = None,
+    exchange: Exchange | None = None,
 ) -> CPContext:
     """The context of a pack of samples with these lengths.
 
@@ -101,6 +103,8 @@ def make_context(
         layout: a layout's name, or a layout for exactly these lengths and this group.
         device: where the pack's tensors lie.
         clock: where waiting is counted.
+        exchange: communication inside the group, by default that of its process group.
     """
     chosen = _layout(layout, tuple(lengths), group.size) if isinstance(layout, str) else layout
-    return CPContext(group, rank, chosen, torch.device(device), clock or WaitClock())
+    ways = exchange or GroupExchange(group, rank, clock or WaitClock())
+    return CPContext(group, rank, chosen, torch.device(device), ways)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -37,6 +37,21 @@ class PackLayout:
 
     lengths: tuple[int, ...]
     ranks: tuple[tuple[Chunk, ...], ...]
+
+    @classmethod
+    def from_chunks(cls, lengths: Sequence[int], ranks: Sequence[Iterable[tuple[int, int, int]]]) -> PackLayout:
+        """A layout from any list of ``(sample, start, end)`` for each rank, in any order.
+
+        Raises:
+            PlanError: a token that is held by no rank or by several.
+        """
+        found: list[list[Chunk]] = [[] for _ in ranks]
+        for chunks, given in zip(found, ranks, strict=True):
+            for sample, start, end in sorted(given):
+                _append(chunks, Chunk(sample, start, end))
+        layout = cls(tuple(lengths), tuple(map(tuple, found)))
+        layout.validate()
+        return layout
 
     @property
     def size(self) -> int:

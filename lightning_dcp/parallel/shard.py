@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -66,19 +65,6 @@ class _Gather(torch.autograd.Function):
 
 
 def _gather(local: Tensor, context: CPContext) -> Tensor:
-    with context.clock.waiting():
-        stacked = _all_gather_shares(local.contiguous(), context)
     whole = local.new_empty((context.layout.num_tokens, *local.shape[1:]))
-    whole[context.gather_index] = stacked
+    whole[context.gather_index] = context.exchange.all_gather(local, context.tokens)
     return whole
-
-
-def _all_gather_shares(local: Tensor, context: CPContext) -> Tensor:
-    """Shares of all ranks, one after another: ``[T, ...]`` in rank order. Shares travel padded to the largest."""
-    counts = [context.layout.tokens(rank) for rank in range(context.size)]
-    largest = max(counts)
-    padded = local.new_zeros((largest, *local.shape[1:]))
-    padded[: len(local)] = local
-    received = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(received, padded, group=context.handle)
-    return torch.cat([share[:count] for share, count in zip(received, counts, strict=True)])

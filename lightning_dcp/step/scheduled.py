@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.batch.view import BatchView, view
 from lightning_dcp.errors import PlanMismatchError, SampleTooLongError
 from lightning_dcp.loss.weighting import LossNormalization, pack_weight
@@ -56,6 +57,7 @@ class ScheduledBatch:
         normalization: what the user's loss is over one batch.
         device: where the packs are computed.
         clock: adds up the time this rank waits.
+        attention: how attention is computed.
         seed: of this batch; each pack's own seed follows from it.
     """
 
@@ -65,6 +67,7 @@ class ScheduledBatch:
     normalization: LossNormalization
     device: torch.device
     clock: WaitClock
+    attention: AttentionOptions = AttentionOptions()
     seed: int = 0
 
     @property
@@ -95,7 +98,8 @@ class ScheduledBatch:
             clock=self.clock,
         )
         seed = seed_of(self.seed, number)
-        active = ActivePack(view(batch), context, self.plan.max_seqlen_per_dp_cp_rank, seed_of(seed, rank))
+        limit = self.plan.max_seqlen_per_dp_cp_rank
+        active = ActivePack(view(batch), context, limit, seed_of(seed, rank), self.attention)
         weight = pack_weight(self.normalization, pack, self.targets)
         return PackWork(number, pack, batch, active, weight, rank == 0, seed)
 
@@ -108,6 +112,7 @@ def schedule_batch(
     normalization: LossNormalization,
     device: torch.device,
     clock: WaitClock,
+    attention: AttentionOptions = AttentionOptions(),  # noqa: B008  (frozen)
     seed: int = 0,
 ) -> ScheduledBatch:
     """Plan a batch and make sure that all ranks of the plane hold the same batch and the same plan.
@@ -124,7 +129,7 @@ def schedule_batch(
     except SampleTooLongError as error:
         raise error.named(whole.sample_ids[error.sample]) from None
     _check_agreement(planned, whole, groups, clock)
-    return ScheduledBatch(whole, planned, groups, normalization, device, clock, seed)
+    return ScheduledBatch(whole, planned, groups, normalization, device, clock, attention, seed)
 
 
 def _check_agreement(planned: Planned, whole: BatchView, groups: ParallelGroups, clock: WaitClock) -> None:

@@ -1,0 +1,144 @@
+"""One call and one autograd contract for all schemes, kinds and kernels of attention over a CP group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_dcp.attention.kernels import Kernel, choose_kernel
+from lightning_dcp.attention.schemes import ALONE, SCHEMES, AttentionCall, Scheme
+from lightning_dcp.attention.shape import AttentionShape, Scores
+from lightning_dcp.errors import UnsupportedAttentionError
+from lightning_dcp.parallel.blocks import AttentionMask
+from lightning_dcp.parallel.context import CPContext
+
+ChooseScheme = Callable[[AttentionShape, AttentionMask, CPContext], str]
+"""Names the scheme of a call; the same on all ranks of the group."""
+
+
+class AttentionKind(NamedTuple):
+    """What is computed, besides queries, keys and values.
+
+    Attributes:
+        mask: which tokens of a sample see which.
+        scale: factor of the scores, 1/sqrt(D) by default.
+        softcap: scores are capped smoothly at plus and minus this, 0 for no cap.
+        sinks: a learned score of each head that takes weight and gives no value, ``[H]``.
+    """
+
+    mask: AttentionMask = AttentionMask()
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: CPContext,
+    kind: AttentionKind = AttentionKind(),  # noqa: B008  (immutable)
+    *,
+    scheme: str | ChooseScheme = "ring",
+    kernel: str | Kernel = "auto",
+) -> Tensor:
+    """Attention inside each sample of a pack whose tokens lie on the ranks of a CP group.
+
+    Args:
+        q: this rank's queries, ``[num_local_tokens, H, D]``.
+        k: this rank's keys, ``[num_local_tokens, H_kv, D]``; H is a multiple of H_kv.
+        v: this rank's values, ``[num_local_tokens, H_kv, D_v]``.
+        context: group, layout and boundaries of the pack.
+        kind: causal or not, window, scale, soft-cap, sinks.
+        scheme: how queries and keys come together: ``ring``, ``all_gather``, ``ulysses``, or a function that says.
+        kernel: what computes: a kernel or its name; ``auto`` takes the fastest for device and dtype.
+
+    Returns:
+        The outputs of this rank's queries, ``[num_local_tokens, H, D_v]``, of q's dtype.
+
+    Raises:
+        UnsupportedAttentionError: everything that does not fit together, at once; an unknown scheme or kernel.
+    """
+    _refuse(_problems(q, k, v, context, kind))
+    shape = AttentionShape.of(q, k, v)
+    scores = Scores(1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale, kind.softcap)
+    chosen = kernel if isinstance(kernel, Kernel) else choose_kernel(shape, scores, kernel)
+    name = scheme if isinstance(scheme, str) else scheme(shape, kind.mask, context)
+    if name not in SCHEMES:
+        raise UnsupportedAttentionError(f"unknown exchange scheme {name!r}; there are {', '.join(SCHEMES)}")
+    own = SCHEMES[name if context.size > 1 else ALONE]
+    return _Attention.apply(q, k, v, kind.sinks, AttentionCall(context, shape, kind.mask, scores, chosen), own)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention by any scheme as one differentiable step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, scheme: Scheme
+    ) -> Tensor:
+        out, saved = scheme.forward(call, q, k, v, sinks)
+        ctx.save_for_backward(*saved, sinks)
+        ctx.call, ctx.scheme = call, scheme
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Attention modes that are on for the sake of checkpointing need not see each small operation in here.
+        with torch._C.DisableTorchFunction():
+            *saved, sinks = ctx.saved_tensors
+            dq, dk, dv, dsinks = ctx.scheme.backward(ctx.call, grads[0], tuple(saved), sinks)
+            dtype = ctx.call.shape.dtype
+            own_dsinks = None if dsinks is None else dsinks.to(sinks.dtype)
+            return dq.to(dtype), dk.to(dtype), dv.to(dtype), own_dsinks, None, None
+
+
+def _problems(q: Tensor, k: Tensor, v: Tensor, context: CPContext, kind: AttentionKind) -> list[str]:
+    expected, problems = context.num_local_tokens, []
+    if not (q.dim() == k.dim() == v.dim() == 3):
+        return [
+            f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, not [tokens, heads, head_dim]"
+        ]
+    if not (q.shape[0] == k.shape[0] == v.shape[0] == expected):
+        problems.append(
+            f"attention over {q.shape[0]} queries, {k.shape[0]} keys and {v.shape[0]} values; this rank holds {expected} "
+            "tokens of the pack, and context-parallel attention is self-attention over exactly these"
+        )
+    if k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2]:
+        problems.append(
+            "heads differ: keys and values must have as many, queries and keys of one size; found q "
+            f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        problems.append(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+    if not (q.dtype == k.dtype == v.dtype):
+        problems.append(f"q, k and v must be of one dtype; found {q.dtype}, {k.dtype}, {v.dtype}")
+    return problems + kind_problems(kind, q.shape[1], len(context.layout.lengths))
+
+
+def kind_problems(kind: AttentionKind, heads: int, samples: int | None = None) -> list[str]:
+    """What is wrong with a kind of attention for layers with these heads (and a pack of these samples)."""
+    problems = []
+    mask = kind.mask
+    if samples is not None and isinstance(mask.causal, tuple) and len(mask.causal) != samples:
+        problems.append(f"causal or not is given for {len(mask.causal)} samples; the pack has {samples}")
+    if len(mask.window_size) != 2 or any(size < -1 for size in mask.window_size):
+        problems.append(f"window_size={mask.window_size} is not (left, right) of -1 (all) or more tokens")
+    if not math.isfinite(kind.softcap) or kind.softcap < 0:
+        problems.append(f"softcap={kind.softcap} is not a number of 0 (none) or more")
+    if kind.scale is not None and not math.isfinite(kind.scale):
+        problems.append(f"scale={kind.scale} is not a finite number")
+    if kind.sinks is not None and tuple(kind.sinks.shape) != (heads,):
+        problems.append(f"sinks of shape {tuple(kind.sinks.shape)}; expected one for each of the {heads} query heads")
+    return problems
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise UnsupportedAttentionError("; ".join(problems))

@@ -1,0 +1,150 @@
+"""Attention as models call it, ``[B, H, T, D]``: torch's function, and one with more kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from lightning_dcp.attention.engine import AttentionKind, context_parallel_attention
+from lightning_dcp.attention.options import AttentionOptions
+from lightning_dcp.errors import UnsupportedAttentionError
+from lightning_dcp.parallel.blocks import AttentionMask
+from lightning_dcp.parallel.context import CPContext, make_context
+from lightning_dcp.parallel.groups import CPGroup
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool | Sequence[bool] = True,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Self-attention with sliding window, soft-cap and sinks, for models that need more than torch's own function.
+
+    Outside a context-parallel region each row of the batch is one sample; inside, the pack's samples keep their borders
+    and attention runs over the CP group. No mask is made in either case.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, H_kv, T, D]``; H is a multiple of H_kv.
+        value: ``[B, H_kv, T, D_v]``.
+        is_causal: whether a token sees none that comes after it; one value, or one for each sample in the batch's order.
+        window_size: how many tokens a token sees before and after itself, ``(left, right)`` as in flash-attn, -1 for all.
+            A sliding window of n tokens with the token itself is ``(n - 1, 0)``.
+        scale: factor of the scores, 1/sqrt(D) by default.
+        softcap: scores are ``softcap * tanh(scores / softcap)``; 0 for none.
+        sinks: a learned score of each head that takes weight and gives no value, ``[H]``.
+
+    Returns:
+        ``[B, H, T, D_v]``.
+
+    Raises:
+        UnsupportedAttentionError: everything that does not fit together, at once.
+    """
+    if has_torch_function((query, key, value)):
+        # A region's mode takes it from here: serve_attention below.
+        options: dict[str, Any] = {"is_causal": is_causal, "window_size": window_size, "scale": scale}
+        options |= {"softcap": softcap, "sinks": sinks}
+        return handle_torch_function(attention, (query, key, value), query, key, value, **options)
+    _refuse(_shape_problems(query, key, value, batch=None), "attention")
+    rows, tokens = query.shape[0], query.shape[2]
+    context = make_context(CPGroup(None, (0,)), 0, (tokens,) * rows, device=query.device)
+    q, k, v = (_as_autocast_would(t).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    kind = AttentionKind(_mask(is_causal, window_size), scale, softcap, sinks)
+    out = context_parallel_attention(q, k, v, context, kind)
+    return out.unflatten(0, (rows, tokens)).transpose(1, 2)
+
+
+def serve_attention(
+    context: CPContext,
+    options: AttentionOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool | Sequence[bool] = True,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """:func:`attention` inside a region: ``[1, H, T_local, D]`` in, ``[1, H, T_local, D_v]`` out."""
+    _refuse(_shape_problems(query, key, value, batch=1), "attention inside a context-parallel region")
+    kind = AttentionKind(_mask(is_causal, window_size), scale, softcap, sinks)
+    return _over_group(context, options, query, key, value, kind)
+
+
+def serve_scaled_dot_product_attention(
+    context: CPContext,
+    options: AttentionOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's function inside a region: ``[1, H, T_local, D]`` in, ``[1, H, T_local, D_v]`` out."""
+    problems = []
+    if attn_mask is not None:
+        problems.append(
+            "attn_mask is given (sample borders are kept without a mask, and a rank holds only a part of the tokens; for a "
+            "sliding window call lightning_dcp.attention.attention(..., window_size=...))"
+        )
+    if dropout_p:
+        problems.append(
+            f"dropout_p={dropout_p} (a score's dropout would depend on which rank computes it; drop activations instead)"
+        )
+    problems += _shape_problems(query, key, value, batch=1)
+    if query.dim() == key.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
+        problems.append(f"{query.shape[1]} query heads on {key.shape[1]} key heads without enable_gqa=True")
+    _refuse(problems, "scaled_dot_product_attention inside a context-parallel region")
+    kind = AttentionKind(AttentionMask(is_causal), scale)
+    return _over_group(context, options, query, key, value, kind)
+
+
+def _mask(is_causal: bool | Sequence[bool], window_size: tuple[int, int]) -> AttentionMask:
+    return AttentionMask(is_causal if isinstance(is_causal, bool) else tuple(is_causal), window_size)
+
+
+def _over_group(
+    context: CPContext, options: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind
+) -> Tensor:
+    q, k, v = (_as_autocast_would(t)[0].transpose(0, 1) for t in (query, key, value))
+    out = context_parallel_attention(q, k, v, context, kind, scheme=options.scheme, kernel=options.kernel)
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+def _shape_problems(query: Tensor, key: Tensor, value: Tensor, *, batch: int | None) -> list[str]:
+    expected = "[batch, heads, tokens, head_dim]" if batch is None else "a pack: [1, heads, tokens, head_dim]"
+    return [
+        f"the {name} has shape {tuple(x.shape)}, expected {expected}"
+        for name, x in (("query", query), ("key", key), ("value", value))
+        if x.dim() != 4 or x.shape[0] != (query.shape[0] if batch is None else batch)
+    ]
+
+
+def _refuse(problems: Sequence[str], where: str) -> None:
+    if problems:
+        raise UnsupportedAttentionError(
+            f"{where}: {'; '.join(problems)}. Change the call, or keep this layer out of the region."
+        )
+
+
+def _as_autocast_would(x: Tensor) -> Tensor:
+    """Cast as autocast does for attention; it acts below these functions, so it cannot do so itself."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x

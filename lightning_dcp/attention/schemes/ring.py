@@ -1,0 +1,68 @@
+"""Ring: keys and values travel around the group, each hop's transfer under the hop's compute.
+
+After Liu et al., https://arxiv.org/abs/2310.01889, with the layouts of :mod:`lightning_dcp.parallel.layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lightning_dcp.attention.running import RunningGradients, RunningOutput, empty_gradients
+from lightning_dcp.attention.schemes.base import AttentionCall, Gradients, Saved, Scheme, finish
+from lightning_dcp.attention.sinks import sink_gradient
+from lightning_dcp.parallel.context import CPContext
+
+_KEYS_AND_VALUES, _THEIR_GRADIENTS = 0, 1  # tags of the two kinds of transfer
+
+
+class Ring(Scheme):
+    """c - 1 hops forward; backward as many, and c of the gradients. Never more than two ranks' keys on one rank."""
+
+    name = "ring"
+
+    def forward(  # noqa: D102
+        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Saved]:
+        running = RunningOutput(q, v)
+        for holder, (held_k, held_v) in _travel([k, v], call.context):
+            running.add(call.kernel, q, held_k, held_v, call.blocks(call.context.rank, holder), call.scores)
+        out, lse = finish(running, q, sinks)
+        return out, (q, k, v, out, lse)
+
+    def backward(self, call: AttentionCall, grad: Tensor, saved: Saved, sinks: Tensor | None) -> Gradients:  # noqa: D102
+        q, k, v, out, lse = saved
+        context, exchange = call.context, call.context.exchange
+        narrow = grad.to(q.dtype)
+        running = RunningGradients(q)
+        incoming = None
+        for holder, (held_k, held_v) in _travel([k, v], context):
+            dk, dv = empty_gradients(held_k, held_v, lse.dtype)
+            for blocks in call.blocks(context.rank, holder):
+                parts = call.kernel.backward(narrow, q, held_k, held_v, out, lse, blocks, call.scores)
+                running.add(parts, dk, dv)
+            # The gradients of the keys held now were begun by the ranks that held them before; they arrive while this
+            # hop computes, get this rank's part, and travel on. After c hops they are home.
+            if incoming is not None:
+                for own, other in zip((dk, dv), incoming.wait(), strict=True):
+                    own += other
+            if context.size > 1:
+                tokens = context.layout.tokens((holder - 1) % context.size)
+                incoming = exchange.start_hop([dk, dv], tokens, tag=_THEIR_GRADIENTS)
+        if incoming is not None:
+            dk, dv = incoming.wait()
+        return running.dq, dk, dv, sink_gradient(grad, out, lse, sinks)
+
+
+def _travel(held: list[Tensor], context: CPContext) -> Iterator[tuple[int, list[Tensor]]]:
+    """What each rank holds, this rank first, and whose it is; the next arrives while the caller works on this."""
+    for hop in range(context.size):
+        holder = (context.rank - hop) % context.size
+        transfer = None
+        if hop < context.size - 1:
+            tokens = context.layout.tokens((holder - 1) % context.size)
+            transfer = context.exchange.start_hop(held, tokens, tag=_KEYS_AND_VALUES)
+        yield holder, held
+        if transfer is not None:
+            held = transfer.wait()

@@ -1,0 +1,190 @@
+"""What the ranks of a CP group send to each other: the four patterns that attention and sharding are made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dcp.parallel.clock import WaitClock
+from lightning_dcp.parallel.groups import CPGroup
+
+
+class Transfer(Protocol):
+    """One hop under way; compute may go on until :meth:`wait`."""
+
+    def wait(self) -> list[Tensor]:
+        """The tensors that came in, once both directions are done."""
+
+
+class Exchange(ABC):
+    """Communication inside one CP group. All ranks of the group call the same method in the same order.
+
+    Shares may be of unequal size and empty; every rank knows all sizes beforehand, so none are sent.
+
+    Attributes:
+        rank: this rank's place in the group.
+        size: ranks of the group, c.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def start_hop(self, tensors: Sequence[Tensor], tokens: int, *, tag: int) -> Transfer:
+        """Send tensors to the next rank of the ring and receive the previous rank's.
+
+        Args:
+            tensors: ``[T_own, ...]`` each, of one dtype, not written to before the transfer is over.
+            tokens: tokens of what comes in; its other dimensions are those of ``tensors``.
+            tag: tells apart transfers that are under way at the same time.
+        """
+
+    @abstractmethod
+    def all_gather(self, local: Tensor, tokens: Sequence[int]) -> Tensor:
+        """The shares of all ranks, one after another: ``[tokens[rank], ...]`` to ``[sum(tokens), ...]``."""
+
+    @abstractmethod
+    def reduce_scatter(self, shares: Tensor, tokens: Sequence[int]) -> Tensor:
+        """The reverse: ``[sum(tokens), ...]`` on each rank to the sum of this rank's share, ``[tokens[rank], ...]``.
+
+        The ranks' parts are added in the order of the ranks, so that two runs give the same bits.
+        """
+
+    @abstractmethod
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Send one part to each rank and receive one from each.
+
+        Args:
+            parts: for each rank what it gets; of one dtype.
+            shapes: for each rank the shape of what comes from it.
+        """
+
+
+class GroupExchange(Exchange):
+    """Communication by ``torch.distributed``.
+
+    Args:
+        group: the CP group.
+        rank: this rank's place in it.
+        clock: adds up the time this rank waits.
+    """
+
+    def __init__(self, group: CPGroup, rank: int, clock: WaitClock) -> None:
+        self.rank, self.size = rank, group.size
+        self._group, self._clock = group, clock
+
+    def start_hop(self, tensors: Sequence[Tensor], tokens: int, *, tag: int) -> Transfer:  # noqa: D102
+        ranks, handle = self._group.global_ranks, self._group.handle
+        following, previous = ranks[(self.rank + 1) % self.size], ranks[(self.rank - 1) % self.size]
+        sent = _one_message(tensors)
+        shapes = [torch.Size((tokens, *t.shape[1:])) for t in tensors]
+        received = sent.new_empty(sum(shape.numel() for shape in shapes))
+        ops = []
+        # An empty share is not sent; both ends know from the layout that it is empty.
+        if sent.numel():
+            ops.append(dist.P2POp(dist.isend, sent, following, handle, tag))
+        if received.numel():
+            ops.append(dist.P2POp(dist.irecv, received, previous, handle, tag))
+        return _Hop(sent, received, shapes, dist.batch_isend_irecv(ops) if ops else [], self._clock)
+
+    def all_gather(self, local: Tensor, tokens: Sequence[int]) -> Tensor:  # noqa: D102
+        if self.size == 1:
+            return local
+        padded = _padded(local, max(tokens))
+        received = [torch.empty_like(padded) for _ in tokens]
+        with self._clock.waiting():
+            dist.all_gather(received, padded, group=self._group.handle)
+        return torch.cat([share[:count] for share, count in zip(received, tokens, strict=True)])
+
+    def reduce_scatter(self, shares: Tensor, tokens: Sequence[int]) -> Tensor:  # noqa: D102
+        if self.size == 1:
+            return shares
+        parts = shares.split(list(tokens))
+        if dist.get_backend(self._group.handle) == "nccl":
+            return self._native_reduce_scatter(parts, max(tokens))
+        # Gloo's own takes more than twice as long.
+        received = self.all_to_all(parts, [parts[self.rank].shape] * self.size)
+        total = received[0]
+        for part in received[1:]:
+            total += part
+        return total
+
+    def _native_reduce_scatter(self, parts: Sequence[Tensor], largest: int) -> Tensor:
+        padded = torch.cat([_padded(part, largest) for part in parts])
+        received = padded.new_empty((largest, *padded.shape[1:]))
+        with self._clock.waiting():
+            dist.reduce_scatter_tensor(received, padded, group=self._group.handle)
+        return received[: len(parts[self.rank])]
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:  # noqa: D102
+        if self.size == 1:
+            return list(parts)
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        received = parts[0].new_empty(sum(sizes))
+        with self._clock.waiting():
+            dist.all_to_all_single(
+                received,
+                torch.cat([part.reshape(-1) for part in parts]),
+                sizes,
+                [part.numel() for part in parts],
+                group=self._group.handle,
+            )
+        return [part.view(*shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
+class _Hop:
+    """A hop by ``torch.distributed``."""
+
+    def __init__(
+        self,
+        sent: Tensor,
+        received: Tensor,
+        shapes: Sequence[torch.Size],
+        works: Sequence[dist.Work],
+        clock: WaitClock,
+    ) -> None:
+        self._sent: Tensor | None = sent  # must live until the transfer ends
+        self._received, self._shapes, self._works, self._clock = received, shapes, works, clock
+
+    def wait(self) -> list[Tensor]:
+        with self._clock.waiting():
+            for work in self._works:
+                work.wait()
+        self._sent = None
+        return split_message(self._received, self._shapes)
+
+
+def split_message(message: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The tensors of which a message is made, as views of it."""
+    ends = [0, *accumulate(shape.numel() for shape in shapes)]
+    return [message[a:b].view(shape) for (a, b), shape in zip(pairwise(ends), shapes, strict=True)]
+
+
+def _one_message(tensors: Sequence[Tensor]) -> Tensor:
+    """All tensors in one; what lies one after another in memory already, as what came in by a hop does, is not copied."""
+    first = tensors[0]
+    total = sum(t.numel() for t in tensors)
+    ends = accumulate((t.numel() for t in tensors), initial=first.storage_offset())
+    joined = all(
+        t.is_contiguous()
+        and t.storage_offset() == end
+        and t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for t, end in zip(tensors, ends, strict=False)
+    )
+    if joined:
+        return first.as_strided((total,), (1,))
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _padded(share: Tensor, tokens: int) -> Tensor:
+    if len(share) == tokens:
+        return share.contiguous()
+    padded = share.new_zeros((tokens, *share.shape[1:]))
+    padded[: len(share)] = share
+    return padded
