@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.utils.data import DistributedSampler
 
+from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.errors import ConfigurationError, Problem, RegionError, raise_problems
+from lightning_dcp.models.dry_run import Finding, dry_run
 from lightning_dcp.models.region import Regions, find_regions
 from lightning_dcp.parallel.layout import LAYOUTS
 from lightning_dcp.schedule import CostModel, load_cost_model, preset
@@ -128,7 +132,8 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
                 f"regions={strategy.region_names}", str(error), "name the module, or add position_ids to its forward"
             )
         )
-    problems += _mixing_problems(regions)
+    mixing = _mixing_layers(regions)
+    problems += [_mixing_problem(name, layer) for name, layer in mixing.items()]
     problems += _batch_statistics_problems(module, regions)
     if trainer._accelerator_connector._layer_sync is not None:
         problems.append(
@@ -136,8 +141,55 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
                 "sync_batchnorm=True", "batch statistics that would mix packs", "use a norm without batch statistics"
             )
         )
+    if problems:  # the run ends here, so attention is looked at where the module is now
+        training = trainer.state.fn == TrainerFn.FITTING
+        problems += _attention_problems(regions, set(mixing), AttentionOptions(), training, nullcontext)
     raise_problems(problems)
     return regions
+
+
+def check_attention(strategy: DCPStrategy, trainer: Trainer) -> None:
+    """Call each region once with made-up tokens; for modules on their device, before regions wrap their forward.
+
+    A region that cannot be called so is named at info level, and checked at its first call.
+
+    Raises:
+        ConfigurationError: every attention call that cannot run over a CP group, by its layer.
+    """
+    precision, training = strategy.precision_plugin.forward_context, trainer.state.fn == TrainerFn.FITTING
+    raise_problems(_attention_problems(strategy.regions, set(), strategy.attention, training, precision))
+
+
+def _attention_problems(
+    regions: Regions,
+    refused: set[str],
+    options: AttentionOptions,
+    training: bool,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+) -> list[Problem]:
+    """What dry runs of the regions find in layers that are not refused already."""
+    findings: dict[tuple[str, Finding], None] = {}
+    for region, module in regions.modules.items():
+        result = dry_run(module, options, training=training, forward_context=forward_context)
+        if result.skipped is not None:
+            rank_zero_info(
+                f"Attention inside region {region or 'forward'!r} is checked at its first call, not at set-up: "
+                f"{result.skipped}"
+            )
+        for finding in result.findings:
+            name = ".".join(filter(None, (region, finding.layer)))
+            if not any(name == layer or name.startswith(f"{layer}.") for layer in refused):
+                findings[name, replace(finding, layer="")] = None
+    return [
+        Problem(
+            f"layer {name!r} ({finding.kind}) inside a context-parallel region"
+            if name
+            else f"{finding.kind}.forward as a context-parallel region",
+            finding.found,
+            finding.remedy,
+        )
+        for name, finding in findings
+    ]
 
 
 _MIXING = (
@@ -152,16 +204,21 @@ _MIXING = (
 """Layers of torch that mix tokens by other means than ``scaled_dot_product_attention``, and would see only a shard."""
 
 
-def _mixing_problems(regions: Regions) -> Iterable[Problem]:
-    for region, module in regions.modules.items():
-        for path, layer in module.named_modules():
-            if isinstance(layer, _MIXING):
-                name = ".".join(filter(None, (region, path)))
-                yield Problem(
-                    f"layer {name!r} ({type(layer).__name__}) inside a context-parallel region",
-                    "a layer that mixes tokens, of which a rank holds only a part",
-                    "use causal scaled_dot_product_attention instead, or name a region that leaves this layer out",
-                )
+def _mixing_layers(regions: Regions) -> dict[str, nn.Module]:
+    return {
+        ".".join(filter(None, (region, path))): layer
+        for region, module in regions.modules.items()
+        for path, layer in module.named_modules()
+        if isinstance(layer, _MIXING)
+    }
+
+
+def _mixing_problem(name: str, layer: nn.Module) -> Problem:
+    return Problem(
+        f"layer {name!r} ({type(layer).__name__}) inside a context-parallel region",
+        "a layer that mixes tokens, of which a rank holds only a part",
+        "use causal scaled_dot_product_attention instead, or name a region that leaves this layer out",
+    )
 
 
 def _batch_statistics_problems(module: LightningModule, regions: Regions) -> Iterable[Problem]:

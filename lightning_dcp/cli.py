@@ -43,6 +43,11 @@ COMMANDS = {
     "bench plan": Command(
         "lightning_dcp.commands.bench_plan", "bench_plan", "Compare schedulers: quality of the plans, planning time."
     ),
+    "bench attention": Command(
+        "lightning_dcp.commands.bench_attention",
+        "bench_attention",
+        "Time attention over CP groups against one rank's kernel; check its results.",
+    ),
     "bench prediction": Command(
         "lightning_dcp.commands.bench_prediction",
         "bench_prediction",

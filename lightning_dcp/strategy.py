@@ -287,7 +287,6 @@ class DCPStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Check the module, find its regions, and bring it and its optimizers to the device."""
         self._regions = checks.check_module(self, self._module, trainer)
-        self._regions.install()
         self._planner = self._new_planner()
         self._attention = self.attention_settings.build(self.cost_model, self.groups, self.root_device)
         if self.accelerator is None or self.model is None:
@@ -299,6 +298,8 @@ class DCPStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         _sync_module_states(self.model)  # what the DDP wrapper, which is not used here, would do
+        checks.check_attention(self, trainer)
+        self._regions.install()
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -17,6 +18,9 @@ from tests.support.ranks import RankPool
 
 torch.set_num_threads(1)  # before any fork: one thread a rank, and no OpenMP pool to inherit
 torch.set_num_interop_threads(1)
+
+settings.register_profile("any machine", deadline=None)  # what is tested is results, not the clock
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

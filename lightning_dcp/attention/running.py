@@ -12,6 +12,7 @@ from lightning_dcp.attention.kernels.base import BackwardPart, Kernel, Rows
 from lightning_dcp.attention.merge import merge_
 from lightning_dcp.attention.shape import AttentionShape, Scores
 from lightning_dcp.parallel.blocks import AttentionBlocks
+from lightning_dcp.parallel.exchange import Transfer
 
 
 class RunningOutput:
@@ -51,7 +52,7 @@ class RunningOutput:
 
 
 class RunningGradients:
-    """Gradients of queries, keys and values by the blocks seen so far.
+    """Gradients of queries by the blocks seen so far.
 
     Args:
         q: ``[n, H, D]``; gives shape and device.
@@ -61,14 +62,58 @@ class RunningGradients:
         wide = torch.promote_types(q.dtype, torch.float32)
         self.dq = torch.zeros(q.shape, dtype=wide, device=q.device)
 
-    def add(self, parts: Iterable[BackwardPart], dk: Tensor, dv: Tensor) -> None:
-        """Take in the gradients of some blocks; those of keys and values go to ``dk`` and ``dv``."""
+    def add(self, parts: Iterable[BackwardPart], keys_and_values: KeyValueGradients) -> None:
+        """Take in the gradients of some blocks."""
         for rows, keys, part_q, part_k, part_v in parts:
-            for whole, where, part in ((self.dq, rows, part_q), (dk, keys, part_k), (dv, keys, part_v)):
-                if isinstance(where, slice):
-                    whole[where] += part
-                else:
-                    whole.index_add_(0, where, part.to(whole.dtype))
+            add_rows(self.dq, rows, part_q)
+            keys_and_values.add(keys, part_k, part_v)
+
+
+class KeyValueGradients:
+    """Gradients of keys and values by the blocks seen so far, to which those that other ranks found may be under way.
+
+    Until these arrive, the parts found here are kept as the kernel made them, as long as they are no more than the
+    gradients themselves; then they are added to what came in. So there is never a third buffer of that size, and the
+    transfer goes on under the kernels.
+
+    Args:
+        k: ``[n, H_kv, D]``; gives shape and device.
+        v: ``[n, H_kv, D_v]``.
+        dtype: in which gradients are added up.
+        incoming: the transfer of two tensors like k and v; without one the gradients begin at 0.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, incoming: Transfer | None = None) -> None:
+        self._incoming, self._kept = incoming, list[tuple[Rows, Tensor, Tensor]]()
+        self._room = k.numel() + v.numel()
+        self._sums: tuple[Tensor, ...] = empty_gradients(k, v, dtype) if incoming is None else ()
+
+    def add(self, keys: Rows, part_k: Tensor, part_v: Tensor) -> None:
+        """Take in the gradients of some keys and values."""
+        self._room -= part_k.numel() + part_v.numel()
+        if self._incoming is not None and self._room >= 0:
+            self._kept.append((keys, part_k, part_v))
+            return
+        dk, dv = self.sums()
+        add_rows(dk, keys, part_k)
+        add_rows(dv, keys, part_v)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """The gradients of keys and of values, next to each other in memory; waits for what is under way."""
+        if self._incoming is not None:
+            self._sums, self._incoming = tuple(self._incoming.wait()), None
+            while self._kept:
+                self.add(*self._kept.pop(0))
+        dk, dv = self._sums
+        return dk, dv
+
+
+def add_rows(whole: Tensor, where: Rows, part: Tensor) -> None:
+    """Add to some rows in place; rows of an index may repeat."""
+    if isinstance(where, slice):
+        whole[where] += part
+    else:
+        whole.index_add_(0, where, part.to(whole.dtype))
 
 
 def empty_gradients(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,9 @@ COMM_TYPES = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
 _THD_SINCE = {"ring": (1, 10), "all_gather": (2, 15), "ulysses": (2, 10)}
 """The version since which a scheme takes packed samples of unequal lengths (``qkv_format="thd"``)."""
 
+_V_HEAD_DIM_SINCE = (2, 15)
+"""The version since which schemes besides the ring take values of another head size than keys."""
+
 _DEVICE = "cuda"
 _NAMED_SAMPLES = 3
 
@@ -144,7 +147,9 @@ def _attention_modules(module: nn.Module) -> list[Any]:
     kind = importlib.import_module("transformer_engine.pytorch").DotProductAttention
     found = [part for part in module.modules() if isinstance(part, kind)]
     if not found:
-        raise UnsupportedAttentionError(f"{type(module).__name__} has no DotProductAttention of Transformer Engine in it")
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} has no DotProductAttention of Transformer Engine in it"
+        )
     return found
 
 
@@ -204,6 +209,9 @@ def _module_problem(module: Any, size: int, scheme: str) -> str | None:
         return f"a ring has no sliding window, the module's is {tuple(module.window_size)}; take all_gather or ulysses"
     if scheme != "ulysses" and getattr(module, "softmax_type", "vanilla") != "vanilla":
         return f"softmax_type={module.softmax_type!r} (a sink) needs the scheme ulysses"
+    widths = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
+    if scheme != "ring" and widths[0] != widths[1] and (_version() or _V_HEAD_DIM_SINCE) < _V_HEAD_DIM_SINCE:
+        return f"key and value heads of sizes {widths[0]} and {widths[1]} need the scheme ring, or version 2.15"
     return None
 
 

@@ -84,6 +84,11 @@ class AttentionBlock:
         """Whether there is nothing to compute."""
         return self.q_end <= self.q_start or self.k_end <= self.k_start
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether this is one query and one key."""
+        return self.q_end == self.q_start + 1 and self.k_end == self.k_start + 1
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlocks:
@@ -172,12 +177,19 @@ def attention_blocks(
     begins = np.searchsorted(keys, first[queries], side="left")
     ends = np.searchsorted(keys, last[queries], side="right")
     found: dict[BlockKind, list[AttentionBlock]] = {BlockKind.LOWER: [], BlockKind.FULL: [], BlockKind.UPPER: []}
+    single = []
     sample = np.repeat(np.arange(len(layout.lengths)), layout.lengths)[queries]
     for start, stop in _stretches(begins, ends, sample):
-        for kind, block in _stretch_blocks(begins, ends, start, stop):
-            if not block.is_empty:
+        blocks = [(kind, block) for kind, block in _stretch_blocks(begins, ends, start, stop) if not block.is_empty]
+        if len(blocks) == 1 and blocks[0][1].is_pair:
+            single.append(blocks[0][1])
+        else:
+            for kind, block in blocks:
                 found[kind].append(block)
-    return tuple(AttentionBlocks(kind, tuple(blocks), device) for kind, blocks in found.items() if blocks)
+    # A pair is a block of any kind: it goes where there is a call to be made anyway.
+    kind = BlockKind.LOWER if found[BlockKind.LOWER] else BlockKind.FULL
+    found[kind] = sorted([*found[kind], *single], key=lambda block: block.q_start)
+    return tuple(AttentionBlocks(kind, tuple(of_kind), device) for kind, of_kind in found.items() if of_kind)
 
 
 def _pack_index(layout: PackLayout, rank: int | None) -> Indices:

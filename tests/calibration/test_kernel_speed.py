@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from lightning_dcp.attention import ring
-from lightning_dcp.attention.kernels import choose_kernel
-from lightning_dcp.attention.ring import ring_attention
+from lightning_dcp.attention import context_parallel_attention
+from lightning_dcp.attention.schemes import ALONE as ALONES_SCHEME
+from lightning_dcp.attention.schemes import SCHEMES
+from lightning_dcp.attention.shape import AttentionShape
 from lightning_dcp.calibration.kernel_speed import as_efficiency, attention_efficiency, table_lengths
-from lightning_dcp.calibration.record import AttentionCalls, AttentionShape, recording
+from lightning_dcp.calibration.record import AttentionCalls, recording
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.groups import CPGroup
 from lightning_dcp.schedule import CostModel
@@ -20,7 +21,7 @@ def attend(heads, kv_heads, head_dim, dtype, lengths=(3, 4)):
     q, k, v = (
         torch.randn(sum(lengths), n, head_dim, dtype=dtype).requires_grad_() for n in (heads, kv_heads, kv_heads)
     )
-    return ring_attention(q, k, v, context), q
+    return context_parallel_attention(q, k, v, context), q
 
 
 def test_calls_are_recorded_by_shape_and_results_stay_the_same():
@@ -34,13 +35,13 @@ def test_calls_are_recorded_by_shape_and_results_stay_the_same():
     plain.sum().backward()
     assert torch.equal(out, plain)
     assert torch.equal(q.grad, plain_q.grad)
-    wide, narrow = AttentionShape(4, 2, 8, torch.float32), AttentionShape(2, 2, 8, torch.bfloat16)
+    wide, narrow = AttentionShape(4, 2, 8, 8, torch.float32), AttentionShape(2, 2, 8, 8, torch.bfloat16)
     assert calls.forward == {wide: 1, narrow: 1}
     assert calls.backward == {wide: 1}
 
 
 def test_bytes_of_a_hop_are_those_of_keys_values_and_their_gradients():
-    shape = AttentionShape(4, 2, 8, torch.bfloat16)
+    shape = AttentionShape(4, 2, 8, 8, torch.bfloat16)
     calls = AttentionCalls()
     calls.forward[shape], calls.backward[shape] = 3, 2
     numbers = 2 * 2 * 8
@@ -48,9 +49,11 @@ def test_bytes_of_a_hop_are_those_of_keys_values_and_their_gradients():
 
 
 def test_recording_leaves_nothing_behind_not_even_after_an_error():
+    own = SCHEMES[ALONES_SCHEME]
     with pytest.raises(ZeroDivisionError), recording():
+        assert SCHEMES[ALONES_SCHEME] is not own
         raise ZeroDivisionError
-    assert ring.choose_kernel is choose_kernel
+    assert SCHEMES[ALONES_SCHEME] is own
 
 
 def test_the_table_goes_from_one_token_to_the_limit():
@@ -66,7 +69,7 @@ def test_efficiency_is_speed_relative_to_the_best_and_never_falls():
 
 def test_a_real_kernel_is_slow_on_short_samples():
     calls = AttentionCalls()
-    shape = AttentionShape(2, 1, 16, torch.float32)
+    shape = AttentionShape(2, 1, 16, 16, torch.float32)
     calls.forward[shape] = calls.backward[shape] = 2
     table = attention_efficiency(calls, 512, torch.device("cpu"))
     shares = dict(table)

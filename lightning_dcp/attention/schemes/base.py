@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_dcp.attention.kernels.base import Kernel
-from lightning_dcp.attention.running import RunningGradients, RunningOutput, empty_gradients
+from lightning_dcp.attention.running import KeyValueGradients, RunningGradients, RunningOutput
 from lightning_dcp.attention.shape import AttentionShape, Scores
 from lightning_dcp.attention.sinks import apply_sinks_, sink_gradient
 from lightning_dcp.parallel.blocks import AttentionBlocks, AttentionMask
@@ -92,8 +92,7 @@ def attend_backward(
 ) -> Gradients:
     """Gradients of :func:`attend`; ``saved`` is ``(q, k, v, out, lse)``."""
     q, k, v, out, lse = saved
-    running = RunningGradients(q)
-    dk, dv = empty_gradients(k, v, lse.dtype)
+    running, found = RunningGradients(q), KeyValueGradients(k, v, lse.dtype)
     for group in blocks:
-        running.add(call.kernel.backward(grad.to(q.dtype), q, k, v, out, lse, group, call.scores), dk, dv)
-    return running.dq, dk, dv, sink_gradient(grad, out, lse, sinks)
+        running.add(call.kernel.backward(grad.to(q.dtype), q, k, v, out, lse, group, call.scores), found)
+    return running.dq, *found.sums(), sink_gradient(grad, out, lse, sinks)

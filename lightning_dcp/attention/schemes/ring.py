@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from lightning_dcp.attention.running import RunningGradients, RunningOutput, empty_gradients
+from lightning_dcp.attention.running import KeyValueGradients, RunningGradients, RunningOutput
 from lightning_dcp.attention.schemes.base import AttentionCall, Gradients, Saved, Scheme, finish
 from lightning_dcp.attention.sinks import sink_gradient
 from lightning_dcp.parallel.context import CPContext
@@ -26,8 +26,8 @@ class Ring(Scheme):
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Saved]:
         running = RunningOutput(q, v)
-        for holder, (held_k, held_v) in _travel([k, v], call.context):
-            running.add(call.kernel, q, held_k, held_v, call.blocks(call.context.rank, holder), call.scores)
+        for holder, held in _travel([k, v], call.context):
+            running.add(call.kernel, q, *held, call.blocks(call.context.rank, holder), call.scores)
         out, lse = finish(running, q, sinks)
         return out, (q, k, v, out, lse)
 
@@ -35,28 +35,25 @@ class Ring(Scheme):
         q, k, v, out, lse = saved
         context, exchange = call.context, call.context.exchange
         narrow = grad.to(q.dtype)
-        running = RunningGradients(q)
-        incoming = None
-        for holder, (held_k, held_v) in _travel([k, v], context):
-            dk, dv = empty_gradients(held_k, held_v, lse.dtype)
-            for blocks in call.blocks(context.rank, holder):
-                parts = call.kernel.backward(narrow, q, held_k, held_v, out, lse, blocks, call.scores)
-                running.add(parts, dk, dv)
+        running, incoming = RunningGradients(q), None
+        for holder, held in _travel([k, v], context):
             # The gradients of the keys held now were begun by the ranks that held them before; they arrive while this
             # hop computes, get this rank's part, and travel on. After c hops they are home.
-            if incoming is not None:
-                for own, other in zip((dk, dv), incoming.wait(), strict=True):
-                    own += other
+            found = KeyValueGradients(*held, lse.dtype, incoming)
+            for blocks in call.blocks(context.rank, holder):
+                running.add(call.kernel.backward(narrow, q, *held, out, lse, blocks, call.scores), found)
             if context.size > 1:
                 tokens = context.layout.tokens((holder - 1) % context.size)
-                incoming = exchange.start_hop([dk, dv], tokens, tag=_THEIR_GRADIENTS)
-        if incoming is not None:
-            dk, dv = incoming.wait()
+                incoming = exchange.start_hop(found.sums(), tokens, tag=_THEIR_GRADIENTS)
+        dk, dv = found.sums() if incoming is None else incoming.wait()
         return running.dq, dk, dv, sink_gradient(grad, out, lse, sinks)
 
 
 def _travel(held: list[Tensor], context: CPContext) -> Iterator[tuple[int, list[Tensor]]]:
-    """What each rank holds, this rank first, and whose it is; the next arrives while the caller works on this."""
+    """What each rank holds, this rank first, and whose it is; the next arrives while the caller works on this.
+
+    It is the caller's own list that is filled anew each time, so that what was used does not live on.
+    """
     for hop in range(context.size):
         holder = (context.rank - hop) % context.size
         transfer = None
@@ -65,4 +62,4 @@ def _travel(held: list[Tensor], context: CPContext) -> Iterator[tuple[int, list[
             transfer = context.exchange.start_hop(held, tokens, tag=_KEYS_AND_VALUES)
         yield holder, held
         if transfer is not None:
-            held = transfer.wait()
+            held[:] = transfer.wait()
