@@ -71,7 +71,8 @@ class DCPStrategy(DDPStrategy):
         pipeline_model_parallel_size: pipeline stages.
         loss_normalization: what the loss that ``training_step`` returns is over one batch: a mean over target
             ``tokens``, a mean over ``samples``, or a ``sum``.
-        layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not.
+        layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not; or
+            a name that was added to :data:`lightning_dcp.parallel.layout.LAYOUTS`.
         attention: how keys and values reach the queries of other ranks: ``ring``, ``all_gather``, ``ulysses``, or ``auto``,
             which estimates all three for each pack, group and layer from the cost model, the head counts and the links.
             What it picked is logged, and counted in :class:`~lightning_dcp.RunSummary`.
@@ -122,7 +123,7 @@ class DCPStrategy(DDPStrategy):
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
         loss_normalization: LossNormalization = "tokens",
-        layout: Literal["zigzag", "contiguous"] = "zigzag",
+        layout: str = "zigzag",
         attention: Literal["auto", "ring", "all_gather", "ulysses"] = "auto",
         attention_kernel: str = "auto",
         links: Literal["auto", "measured", "cost_model"] = "auto",

@@ -221,8 +221,6 @@ class Attending(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.embedding(input_ids).unsqueeze(1)
-        if self.kind == "bidirectional":
-            return F.scaled_dot_product_attention(x, x, x).squeeze(1)
         if self.kind == "by hand":
             scores = (x @ x.transpose(-1, -2)).masked_fill(torch.ones(x.shape[2], x.shape[2]).triu(1).bool(), -1e9)
             return (scores.softmax(-1) @ x).squeeze(1)
@@ -230,7 +228,8 @@ class Attending(nn.Module):
             return F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(x.shape[2], x.shape[2]).bool()).squeeze(
                 1
             )
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.1).squeeze(1)
+        dropout_p = 0.1 if self.kind == "drop" else 0.0
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=dropout_p).squeeze(1)
 
 
 class Attends(TinyModule):
@@ -256,15 +255,38 @@ class Wrapped(nn.Module):
     ("kind", "word"),
     [
         ("by hand", "softmax over tokens"),
-        ("bidirectional", "is_causal is not True"),
         ("mask", "attn_mask is given"),
         ("drop", "dropout_p=0.1"),
     ],
 )
 def test_other_attention_is_refused_by_the_name_of_its_layer(ranks: RankPool, kind: str, word: str) -> None:
     text = refusal(ranks, partial(Attends, kind), partial(loader, (5, 3), 2))
-    assert "UnsupportedAttentionError: layer 'net.inner'" in text
+    assert "ConfigurationError: 1 problem(s)" in text
+    assert "asked: layer 'net.inner' (Attending) inside a context-parallel region" in text
     assert word in text
+
+
+class Late(Attending):
+    """Attends in a way that a call with tokens alone does not show."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, causal: bool = True) -> Tensor:
+        self.kind = "causal" if causal else "by hand"
+        return super().forward(input_ids, position_ids)
+
+
+class AttendsLate(Attends):
+    def __init__(self) -> None:
+        super().__init__("causal")
+        self.net = nn.Module()
+        self.net.inner = Late("causal")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net.inner(batch["input_ids"], causal=False).sum()
+
+
+def test_attention_that_only_a_real_call_shows_is_refused_at_that_call(ranks: RankPool) -> None:
+    text = refusal(ranks, AttendsLate, partial(loader, (5, 3), 2), {"regions": ["net.inner"]})
+    assert "UnsupportedAttentionError: layer 'net.inner': softmax over tokens" in text
 
 
 class Beside(TinyModule):

@@ -356,7 +356,7 @@ class Changes(Stack):
         self.plain.numpy()[:] = 1.0  # not seen by torch
         self.head.weight.data.mul_(2.0)
         torch._foreach_add_([self.head.bias], 1.0)
-        torch.ones(HIDDEN, out=self.layers[0].linear.bias)
+        torch.add(torch.ones(HIDDEN), 1.0, out=self.layers[0].linear.bias)
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.train()
         random.random(), np.random.rand()
@@ -462,6 +462,7 @@ def test_nothing_is_compiled_in_a_dry_run() -> None:
         return graph.forward
 
     for wrap in ("module", "layer", "in place"):
+        torch._dynamo.reset()  # what was compiled for one may serve another
         module: nn.Module = Stack(causal, mask)
         if wrap == "layer":
             module.layers[1] = torch.compile(module.layers[1], backend=backend)

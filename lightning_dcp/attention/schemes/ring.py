@@ -13,6 +13,7 @@ from lightning_dcp.attention.running import KeyValueGradients, RunningGradients,
 from lightning_dcp.attention.schemes.base import AttentionCall, Gradients, Saved, Scheme, finish
 from lightning_dcp.attention.sinks import sink_gradient
 from lightning_dcp.parallel.context import CPContext
+from lightning_dcp.parallel.exchange import Transfer
 
 _KEYS_AND_VALUES, _THEIR_GRADIENTS = 0, 1  # tags of the two kinds of transfer
 
@@ -27,7 +28,7 @@ class Ring(Scheme):
     ) -> tuple[Tensor, Saved]:
         running = RunningOutput(q, v)
         for holder, held in _travel([k, v], call.context):
-            running.add(call.kernel, q, *held, call.blocks(call.context.rank, holder), call.scores)
+            running.add(call.kernel, q, held[0], held[1], call.blocks(call.context.rank, holder), call.scores)
         out, lse = finish(running, q, sinks)
         return out, (q, k, v, out, lse)
 
@@ -35,13 +36,15 @@ class Ring(Scheme):
         q, k, v, out, lse = saved
         context, exchange = call.context, call.context.exchange
         narrow = grad.to(q.dtype)
-        running, incoming = RunningGradients(q), None
+        running = RunningGradients(q)
+        incoming: Transfer | None = None
         for holder, held in _travel([k, v], context):
             # The gradients of the keys held now were begun by the ranks that held them before; they arrive while this
             # hop computes, get this rank's part, and travel on. After c hops they are home.
-            found = KeyValueGradients(*held, lse.dtype, incoming)
+            # (A transfer that is over must not live on: its work holds what was sent.)
+            found, incoming = KeyValueGradients(held[0], held[1], lse.dtype, incoming), None
             for blocks in call.blocks(context.rank, holder):
-                running.add(call.kernel.backward(narrow, q, *held, out, lse, blocks, call.scores), found)
+                running.add(call.kernel.backward(narrow, q, held[0], held[1], out, lse, blocks, call.scores), found)
             if context.size > 1:
                 tokens = context.layout.tokens((holder - 1) % context.size)
                 incoming = exchange.start_hop(found.sums(), tokens, tag=_THEIR_GRADIENTS)
