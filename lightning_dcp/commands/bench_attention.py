@@ -151,10 +151,9 @@ def _show(console: Console, sweep: Sweep, plan: Plan, link: Link, rows: Sequence
 def _way(sweep: Sweep, link: Link) -> str:
     """How the ranks are run, in words."""
     if not sweep.processes:
-        return (
-            "ranks played one after another: compute measured, communication MODELLED as "
-            f"{link.latency_s * 1e6:g} us + bytes / {link.bandwidth / 1e9:g} GB/s"
-        )
+        threads = ", one thread" if sweep.device == "cpu" else ""
+        model = f"{link.latency_s * 1e6:g} us + bytes / {link.bandwidth / 1e9:g} GB/s"
+        return f"ranks played one after another{threads}: compute measured, communication MODELLED as {model}"
     return "ranks are processes, " + ("one GPU each" if sweep.device == "cuda" else "one thread each")
 
 

@@ -30,7 +30,7 @@ class PlayedRanks:
 
     Args:
         size: ranks, c.
-        device: the kind.
+        device: the kind: ``cuda``, or ``cpu`` with one thread.
         link: what is assumed between ranks.
     """
 
@@ -40,12 +40,15 @@ class PlayedRanks:
         self._wanted: Outcome | None = None
 
     def __enter__(self) -> PlayedRanks:
+        self._threads = torch.get_num_threads()
+        if self._device.type == "cpu":
+            torch.set_num_threads(1)  # as ranks that are processes; and each new thread would start helpers of its own
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        pass
+        torch.set_num_threads(self._threads)
 
     def prepare(self, setting: Setting) -> None:
         """Make the tensors of a setting."""

@@ -45,7 +45,9 @@ class ProcessRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-attention-")
 
     def __enter__(self) -> ProcessRanks:
-        context = get_context("spawn")  # forked from a process whose torch has threads, they could hang
+        # Forked from this process, whose torch may have threads, they could hang; what a new one imports takes seconds.
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         try:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
+from lightning_dcp.parallel.context import CPContext
+from tests.attention.support import SCHEMES
 from tests.parallel.support import join_world, own_context, sample_slices
 from tests.support.ranks import RankPool
 
@@ -56,13 +59,23 @@ BACKWARDS: dict[str, Callable[[Tensor], None]] = {
 """Ways to begin a backward; the first is the usual one."""
 
 
-def _run(use_reentrant: bool | None, mode_in_backward: bool = True, backward: str = "tensor") -> dict[str, Any]:
+def _run_schemes(*arguments: Any) -> list[dict[str, Any]]:
     context = own_context(join_world(), LENGTHS, 2)
+    return [_run(context, AttentionOptions(scheme), *arguments) for scheme in SCHEMES]
+
+
+def _run(
+    context: CPContext,
+    options: AttentionOptions,
+    use_reentrant: bool | None,
+    backward: str = "tensor",
+    mode_in_backward: bool = True,
+) -> dict[str, Any]:
     layers, tokens = layers_and_tokens()
     local = tokens[context.pack_index].requires_grad_()
-    with ContextParallelAttention(context) as forward_mode:
+    with ContextParallelAttention(context, options) as forward_mode:
         loss = run_layers(layers, local, use_reentrant)
-    backward_mode = ContextParallelAttention(context)
+    backward_mode = ContextParallelAttention(context, options)
     with backward_mode if mode_in_backward else nullcontext():
         BACKWARDS[backward](loss)
     grads = {name: grad.numpy() for name, grad in gradients(layers, local).items()}
@@ -77,7 +90,7 @@ def one_process() -> dict[str, Tensor]:
     return gradients(layers, tokens)
 
 
-def joined(shares: list[dict[str, Any]]) -> dict[str, Tensor]:
+def joined(shares: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Gradients of the ranks together: sums of the parameters', and the tokens' put in the pack's order."""
     together = {n: sum(torch.from_numpy(s["grads"][n]) for s in shares) for n in shares[0]["grads"] if n != "tokens"}
     tokens = torch.empty(sum(LENGTHS), WIDTH, dtype=torch.float64)
@@ -91,15 +104,17 @@ def joined(shares: list[dict[str, Any]]) -> dict[str, Tensor]:
 def test_gradients_with_and_without_checkpointing_are_those_of_one_process(
     ranks: RankPool, use_reentrant: bool | None, backward: str
 ) -> None:
-    shares = ranks.run(_run, 2, use_reentrant, backward=backward)
-    expected, got = one_process(), joined(shares)
-    assert got.keys() == expected.keys()
-    for name, grad in expected.items():
-        torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-10, msg=name)
+    by_rank = ranks.run(_run_schemes, 2, use_reentrant, backward)
     again = 0 if use_reentrant is None else 2
-    assert all(share["calls"] == (2, again) for share in shares)
+    assert len(by_rank[0]) == len(SCHEMES)
+    for shares in zip(*by_rank, strict=True):
+        expected, got = one_process(), joined(shares)
+        assert got.keys() == expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-10, msg=name)
+        assert all(share["calls"] == (2, again) for share in shares)
 
 
 def test_a_checkpointed_backward_outside_the_mode_is_not_the_same(ranks: RankPool) -> None:
-    got = joined(ranks.run(_run, 2, True, mode_in_backward=False))
-    assert not torch.allclose(got["tokens"], one_process()["tokens"])
+    for shares in zip(*ranks.run(_run_schemes, 2, True, "tensor", False), strict=True):
+        assert not torch.allclose(joined(shares)["tokens"], one_process()["tokens"])

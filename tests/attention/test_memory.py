@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from lightning_dcp.attention.schemes import SCHEMES as OWN_SCHEMES
 from lightning_dcp.attention.schemes import AttentionCall
 from lightning_dcp.attention.shape import AttentionShape, Scores
 from lightning_dcp.parallel.blocks import AttentionMask
+from lightning_dcp.parallel.context import CPContext
 from lightning_dcp.parallel.exchange import Exchange
 from tests.attention.dense import KINDS, Inputs, plain_attention
 from tests.attention.support import SCHEMES, Case, attend, played_contexts
@@ -70,9 +69,19 @@ def test_the_watch_sees_forward_and_backward_of_attention_by_hand() -> None:
 # --- how much lives at one time
 
 
-def _peaks(scheme: str, size: int, tokens: int, heads: int, kv_heads: int, dtype: torch.dtype) -> int:
+Call = tuple[int, int, int, torch.dtype]
+"""Tokens of the one sample, query heads, key heads, dtype."""
+LONG_SAMPLE: Call = (32768, 1, 1, torch.float32)
+CALLS: list[Call] = [(4096, 4, kv_heads, dtype) for kv_heads in (4, 1) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def _peaks(size: int, calls: list[tuple[str, Call]]) -> list[int]:
+    groups = join_world()
+    return [_peak(own_context(groups, call[:1], size), scheme, *call[1:]) for scheme, call in calls]
+
+
+def _peak(context: CPContext, scheme: str, heads: int, kv_heads: int, dtype: torch.dtype) -> int:
     """The most bytes of tensors on this rank in one attention call, with its inputs and the gradient of its output."""
-    context = own_context(join_world(), (tokens,), size)
     share = context.num_local_tokens
     with TensorWatch() as watch, torch.no_grad():
         q, grad = (torch.randn(share, heads, HEAD_DIM, dtype=dtype) for _ in range(2))
@@ -84,35 +93,32 @@ def _peaks(scheme: str, size: int, tokens: int, heads: int, kv_heads: int, dtype
     return watch.peak
 
 
-@lru_cache(maxsize=8)
-def alone(ranks: RankPool, *call: int | torch.dtype) -> int:
-    return int(ranks.run(_peaks, 1, "ring", 1, *call)[0])
+@pytest.fixture(scope="module")
+def shares(ranks: RankPool) -> dict[tuple[str, Call], float]:
+    """The largest peak of four ranks over that of one, by scheme and call."""
+    calls = [("ring", LONG_SAMPLE), *((scheme, call) for scheme in SCHEMES for call in CALLS)]
+    alone = dict(
+        zip(
+            [LONG_SAMPLE, *CALLS], ranks.run(_peaks, 1, 1, [("ring", c) for c in [LONG_SAMPLE, *CALLS]])[0], strict=True
+        )
+    )
+    together = [max(peaks) for peaks in zip(*ranks.run(_peaks, 4, 4, calls), strict=True)]
+    return {(scheme, call): peak / alone[call] for (scheme, call), peak in zip(calls, together, strict=True)}
 
 
-def share_of_peak(ranks: RankPool, scheme: str, *call: int | torch.dtype) -> float:
-    """The largest peak of four ranks over that of one."""
-    return max(ranks.run(_peaks, 4, scheme, 4, *call)) / alone(ranks, *call)
-
-
-def test_the_peak_of_a_long_sample_falls_with_the_group(ranks: RankPool) -> None:
-    assert share_of_peak(ranks, "ring", 32768, 1, 1, torch.float32) < 0.4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("call", [LONG_SAMPLE, *CALLS], ids=str)
 def test_the_peak_of_a_ring_falls_below_two_fifths_on_four_ranks(
-    ranks: RankPool, kv_heads: int, dtype: torch.dtype
+    shares: dict[tuple[str, Call], float], call: Call
 ) -> None:
-    assert share_of_peak(ranks, "ring", 4096, 4, kv_heads, dtype) < 0.4
+    assert shares["ring", call] < 0.4
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
-def test_the_other_schemes_need_more_at_a_time_than_a_ring(ranks: RankPool, kv_heads: int) -> None:
-    call = 4096, 4, kv_heads, torch.float32
-    shares = {scheme: share_of_peak(ranks, scheme, *call) for scheme in SCHEMES}
-    assert shares["ring"] < shares["all_gather"]
-    assert shares["ring"] < shares["ulysses"] < 1
-    if kv_heads == 1:  # what is gathered is small beside the queries
-        assert shares["all_gather"] < 0.6
-    else:  # every rank has all keys, but only its own heads
-        assert shares["ulysses"] < 0.65
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_the_other_schemes_need_more_at_a_time_than_a_ring(shares: dict[tuple[str, Call], float], call: Call) -> None:
+    assert shares["ring", call] < min(shares["all_gather", call], shares["ulysses", call])
+
+
+def test_what_is_small_in_the_other_schemes(shares: dict[tuple[str, Call], float]) -> None:
+    many, grouped = CALLS[0], CALLS[2]
+    assert shares["ulysses", many] < 0.65  # every rank has all tokens, but only of its own heads
+    assert shares["all_gather", grouped] < 0.6  # every rank has all keys, which are few beside the queries

@@ -90,19 +90,17 @@ def test_each_sample_is_attended_to_as_if_alone_on_ranks(
     assert checked == len(cases) >= 5
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_groups_work_beside_others_and_beside_idle_ranks(ranks: RankPool, scheme: str) -> None:
+@pytest.mark.parametrize(("world", "half"), [(4, 2), (6, 3)])
+def test_groups_work_beside_others_and_beside_idle_ranks(ranks: RankPool, world: int, half: int) -> None:
     long, short = Inputs((64, 13, 3)), Inputs((7, 1), kv_heads=1)
-    four: list[Round] = []
-    six: list[Round] = []
-    for layout in LAYOUTS:
-        four += [{2: Case(long, 2, layout, scheme=scheme)}]
-        four += [{0: Case(short, 2, layout, scheme=scheme), 2: Case(long, 2, layout, scheme=scheme)}]
-        six += [{3: Case(long, 3, layout, scheme=scheme)}]
-        six += [{0: Case(long, 3, layout, scheme=scheme), 4: Case(short, 2, layout, scheme=scheme)}]
-    for world, rounds in ((4, four), (6, six)):
-        for case, got in attend_on(ranks, world, rounds):
-            assert_as_dense(case, got)
+    rounds: list[Round] = []
+    for scheme, layout in product(SCHEMES, LAYOUTS):
+        own, other = (Case(inputs, half, layout, scheme=scheme) for inputs in (long, short))
+        rounds += [{half: own}, {0: other, half: own}]
+    if world == 6:
+        rounds += [{0: Case(long, 3, scheme=scheme), 4: Case(short, 2, scheme=scheme)} for scheme in SCHEMES]
+    for case, got in attend_on(ranks, world, rounds):
+        assert_as_dense(case, got)
 
 
 def test_a_hundred_rounds_of_changing_sizes_schemes_and_kinds(ranks: RankPool) -> None:
@@ -123,17 +121,25 @@ def test_a_hundred_rounds_of_changing_sizes_schemes_and_kinds(ranks: RankPool) -
     assert checked == 150
 
 
+TINY_PACKS = ((1,), (2,), (3,), (1, 2, 3), (1, 1), (3, 1, 1, 2))
+
+
+def tiny_cases(scheme: str, kernel: str) -> list[Case]:
+    """Samples of 1, 2 and 3 tokens on four ranks."""
+    kinds = [KINDS[name] for name in ("causal", "bidirectional", "window on both sides", "sinks")]
+    ways = product(TINY_PACKS, ("zigzag", "contiguous"), kinds)
+    return [Case(Inputs(lengths), 4, layout, kernel, scheme, kind) for lengths, layout, kind in ways]
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_samples_shorter_than_the_group_and_ranks_without_tokens(ranks: RankPool, scheme: str, kernel: str) -> None:
-    packs = [(1,), (2,), (3,), (1, 2, 3), (1, 1), (3, 1, 1, 2)]
-    kinds = [KINDS[name] for name in ("causal", "bidirectional", "window on both sides")]
-    rounds: list[Round] = [
-        {0: Case(Inputs(lengths), 4, layout, kernel, scheme, kind)}
-        for lengths in packs
-        for layout, kind in product(("zigzag", "contiguous"), kinds)
-    ]
-    for case, got in attend_on(ranks, 4, rounds):
+def test_samples_shorter_than_the_group_and_ranks_without_tokens(scheme: str, kernel: str) -> None:
+    for case in tiny_cases(scheme, kernel):
+        assert_as_dense(case, attend_played(case))
+
+
+def test_samples_shorter_than_the_group_and_ranks_without_tokens_on_ranks(ranks: RankPool) -> None:
+    for case, got in attend_on(ranks, 4, [{0: case} for scheme in SCHEMES for case in tiny_cases(scheme, "auto")]):
         assert_as_dense(case, got)
 
 

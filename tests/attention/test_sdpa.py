@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dcp.attention import ring_attention
-from lightning_dcp.attention.kernels import CPUFlashKernel, choose_kernel
+from lightning_dcp.attention import context_parallel_attention
+from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.errors import UnsupportedAttentionError
 from lightning_dcp.parallel.context import CPContext, make_context
 from lightning_dcp.parallel.groups import CPGroup
-from tests.attention.support import Case, Inputs, assert_as_dense, join_shares, make_inputs, share_of
+from tests.attention.dense import Inputs, Kind, make_inputs
+from tests.attention.support import SCHEMES, Case, assert_as_dense, join_shares, share_of
 from tests.parallel.support import join_world, own_context
 from tests.support.ranks import RankPool
 
@@ -36,23 +37,29 @@ def heads_first(tokens: int = 8, heads: int = 2, size: int = 4, batch: int = 1, 
 # --- the same result
 
 
-def _call_torchs_function(inputs: Inputs, scale: float | None) -> tuple[dict[str, Any], int]:
-    context = own_context(join_world(), inputs.lengths, 2)
-    q, k, v, grad = (t[context.pack_index].transpose(0, 1).unsqueeze(0) for t in make_inputs(inputs))
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    with ContextParallelAttention(context) as mode:
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=scale, enable_gqa=inputs.kv_heads != 4)
-    out.backward(grad)
-    tokens_first = [t[0].transpose(0, 1) for t in (out, *(t.grad for t in leaves))]
-    return share_of(context, tokens_first[0], tokens_first[1:]), mode.calls
+def _call_torchs_function(calls: list[tuple[str, Inputs, Kind]]) -> list[tuple[dict[str, Any], int]]:
+    groups, results = join_world(), []
+    for scheme, inputs, kind in calls:
+        context = own_context(groups, inputs.lengths, 2)
+        q, k, v, grad = (t[context.pack_index].transpose(0, 1).unsqueeze(0) for t in make_inputs(inputs))
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        options = {"is_causal": bool(kind.causal), "scale": kind.scale, "enable_gqa": inputs.kv_heads != 4}
+        with ContextParallelAttention(context, AttentionOptions(scheme)) as mode:
+            out = F.scaled_dot_product_attention(*leaves, **options)
+        out.backward(grad)
+        tokens_first = [t[0].transpose(0, 1) for t in (out, *(t.grad for t in leaves))]
+        results.append((share_of(context, tokens_first[0], tokens_first[1:]), mode.calls))
+    return results
 
 
-@pytest.mark.parametrize(("kv_heads", "scale"), [(4, None), (2, None), (1, 0.7)])
-def test_torchs_function_runs_over_the_group(ranks: RankPool, kv_heads: int, scale: float | None) -> None:
-    case = Case(Inputs((13, 7, 64), kv_heads), 2, scale=scale)
-    results = ranks.run(_call_torchs_function, 2, case.inputs, scale)
-    assert_as_dense(case, join_shares(case, [share for share, _ in results]))
-    assert [calls for _, calls in results] == [1, 1]
+def test_torchs_function_runs_over_the_group(ranks: RankPool) -> None:
+    ways = product(SCHEMES, ((4, None), (2, None), (1, 0.7)), (True, False))
+    calls = [(scheme, Inputs((13, 7, 64), heads), Kind(causal, scale=scale)) for scheme, (heads, scale), causal in ways]
+    by_rank = ranks.run(_call_torchs_function, 2, calls)
+    for (scheme, inputs, kind), results in zip(calls, zip(*by_rank, strict=True), strict=True):
+        case = Case(inputs, 2, scheme=scheme, kind=kind)
+        assert_as_dense(case, join_shares(inputs, [share for share, _ in results]))
+        assert [served for _, served in results] == [1, 1]
 
 
 def test_other_functions_and_calls_outside_pass_through(context: CPContext) -> None:
@@ -60,7 +67,7 @@ def test_other_functions_and_calls_outside_pass_through(context: CPContext) -> N
     with ContextParallelAttention(context) as mode:
         assert torch.equal(F.relu(q), q.clamp(min=0))
     assert mode.calls == 0
-    whole = F.scaled_dot_product_attention(q, q, q)  # not causal: refused inside
+    whole = F.scaled_dot_product_attention(q, q, q)
     assert whole.shape == q.shape
 
 
@@ -94,7 +101,6 @@ def test_the_output_has_the_dtype_of_torchs_own_function(
 
 REFUSED = {
     "attn_mask": {"attn_mask": torch.ones(8, 8, dtype=torch.bool)},
-    "is_causal": {"is_causal": False},
     "dropout_p=0.1": {"dropout_p": 0.1},
 }
 
@@ -143,42 +149,14 @@ def test_all_problems_of_a_call_are_in_one_message(context: CPContext) -> None:
     q = heads_first(batch=2)
     with ContextParallelAttention(context), pytest.raises(UnsupportedAttentionError) as caught:
         F.scaled_dot_product_attention(q, q, q, torch.ones(8, 8, dtype=torch.bool), 0.5)
-    for problem in ("attn_mask is given", "is_causal is not True", "dropout_p=0.5", "the query has shape (2, 2, 8, 4)"):
+    for problem in ("attn_mask is given", "dropout_p=0.5", "the query has shape (2, 2, 8, 4)"):
         assert problem in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("q", "k", "v", "message"),
-    [
-        ((7, 4, 6), (8, 2, 6), (8, 2, 6), "7 queries, 8 keys and 8 values; this rank holds 8"),
-        ((8, 4, 6), (9, 2, 6), (8, 2, 6), "8 queries, 9 keys and 8 values"),
-        ((8, 4, 6), (8, 2, 6), (1, 2, 6), "8 queries, 8 keys and 1 values"),
-        ((9, 4, 6), (9, 2, 6), (9, 2, 6), "9 queries, 9 keys and 9 values"),
-        ((8, 4, 6), (8, 2, 5), (8, 2, 5), "head sizes differ"),
-        ((8, 4, 6), (8, 2, 6), (8, 2, 5), "head sizes differ"),
-        ((8, 4, 6), (8, 2, 6), (8, 4, 6), "head"),
-        ((8, 4, 6), (8, 3, 6), (8, 3, 6), "4 query heads are no multiple of 3 key heads"),
-        ((8, 2, 6), (8, 4, 6), (8, 4, 6), "2 query heads are no multiple of 4 key heads"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(
-    context: CPContext, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], message: str
-) -> None:
-    with pytest.raises(UnsupportedAttentionError, match=message):
-        ring_attention(torch.randn(q), torch.randn(k), torch.randn(v), context)
-
-
-def test_the_kernel_follows_the_device() -> None:
-    assert isinstance(choose_kernel(torch.empty(1)), CPUFlashKernel)
-    with pytest.raises(UnsupportedAttentionError, match="device meta"):
-        choose_kernel(torch.empty(1, device="meta"))
 
 
 def test_a_pack_on_one_rank_needs_no_process_group(context: CPContext) -> None:
     case = Case(Inputs(LENGTHS), 1)
     q, k, v, grad = (t.clone() for t in make_inputs(case.inputs))
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = ring_attention(*leaves, context)
+    out = context_parallel_attention(*leaves, context)
     share = share_of(context, out, torch.autograd.grad(out, leaves, grad))
-    assert np.isfinite(share["arrays"]["out"]).all()
-    assert_as_dense(case, join_shares(case, [share]))
+    assert_as_dense(case, join_shares(case.inputs, [share]))

@@ -1,0 +1,27 @@
+"""Two runs give the same bits."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import torch
+
+from tests.attention.dense import KINDS, Inputs
+from tests.attention.support import KERNELS, SCHEMES, Case, Round, attend_on
+from tests.support.ranks import RankPool
+
+
+def test_two_runs_are_bit_identical(ranks: RankPool) -> None:
+    ways = product(
+        SCHEMES, KERNELS, (torch.float32, torch.bfloat16), ("causal", "windows, some samples causal", "sinks")
+    )
+    rounds: list[Round] = [
+        {0: Case(Inputs((64, 13, 257), 1 + (scheme != "ring"), dtype=dtype), 4, "zigzag", kernel, scheme, KINDS[kind])}
+        for scheme, kernel, dtype, kind in ways
+    ]
+    first, second = (list(attend_on(ranks, 4, rounds)) for _ in range(2))
+    assert len(first) == len(rounds)
+    for (case, own), (_, other) in zip(first, second, strict=True):
+        for name, array in own.arrays.items():
+            assert np.array_equal(array, other.arrays[name]), (name, case)
