@@ -17,6 +17,7 @@ from lightning_dcp.parallel.context import CPContext, make_context
 from lightning_dcp.parallel.groups import CPGroup
 
 
+@torch.compiler.disable  # a graph break in compiled models; what it does to a pack fits no graph
 def attention(
     query: Tensor,
     key: Tensor,

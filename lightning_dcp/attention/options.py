@@ -18,3 +18,7 @@ class AttentionOptions:
 
     scheme: str | ChooseScheme = "ring"
     kernel: str = "auto"
+
+
+DEFAULT = AttentionOptions()
+"""For whoever says nothing."""

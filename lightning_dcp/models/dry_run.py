@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_dcp.attention.options import AttentionOptions
+from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.errors import UnsupportedAttentionError
 from lightning_dcp.models.region import POSITIONS
@@ -65,7 +65,7 @@ class DryRun:
 
 def dry_run(
     module: nn.Module,
-    options: AttentionOptions = AttentionOptions(),  # noqa: B008  (frozen)
+    options: AttentionOptions = DEFAULT,
     *,
     training: bool = True,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,

@@ -9,13 +9,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.utils import _pytree as pytree
 
-from lightning_dcp.attention.options import AttentionOptions
+from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.batch.view import BatchView
 from lightning_dcp.errors import PlanError, RegionError, UnsupportedAttentionError
+from lightning_dcp.models.compiled import (
+    COMPILED_CHILD,
+    compiled_in_place,
+    is_compiled,
+    refuse_inside_compiled,
+    refuse_unbroken_graph,
+    uncompiled,
+)
 from lightning_dcp.parallel.context import CPContext
 from lightning_dcp.parallel.randomness import seed_of, seeded
 from lightning_dcp.parallel.shard import gather, shard
@@ -40,35 +50,47 @@ class ActivePack:
     context: CPContext
     max_tokens: int
     seed: int = 0
-    attention: AttentionOptions = AttentionOptions()
+    attention: AttentionOptions = DEFAULT
 
 
 class Regions:
     """The regions of one LightningModule.
 
+    A region may be compiled (``torch.compile(module)`` or ``module.compile()``), and so may layers inside it. Sharding
+    and gathering happen outside the compiled code, which sees this rank's tokens; hooks on a compiled module are part
+    of that code.
+
     Args:
         modules: the modules by name.
+        compiler: compiles a forward, where the LightningModule is compiled as a whole; regions are cut out of its steps,
+            so they are compiled by themselves.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], compiler: Callable[..., Any] | None = None) -> None:
         self.modules = dict(modules)
         self.calls = 0
-        self._own_forwards: dict[str, Callable[..., Any] | None] = {}
+        self._compiler = compiler
+        self._replaced: dict[str, tuple[str, Any]] = {}
         self._pack: ActivePack | None = None
 
     def install(self) -> None:
         """Put each module's ``forward`` behind the wrapper; outside a step it passes calls straight through."""
         for name, module in self.modules.items():
-            self._own_forwards[name] = vars(module).get("forward")
-            module.forward = partial(self._call, name, module.forward)
+            signature = inspect.signature(uncompiled(module).forward)
+            entry = "_compiled_call_impl" if compiled_in_place(module) else "forward"
+            forward = getattr(module, entry)
+            if self._compiler is not None and name and not is_compiled(module):
+                forward = self._compiler(forward)
+            self._replaced[name] = (entry, vars(module).get(entry))
+            setattr(module, entry, partial(self._call, name, signature, forward))
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
-        for name, own in self._own_forwards.items():
-            vars(self.modules[name]).pop("forward")
+        for name, (entry, own) in self._replaced.items():
+            vars(self.modules[name]).pop(entry)
             if own is not None:
-                self.modules[name].forward = own
-        self._own_forwards.clear()
+                setattr(self.modules[name], entry, own)
+        self._replaced.clear()
 
     @contextmanager
     def active(self, pack: ActivePack) -> Iterator[None]:
@@ -85,7 +107,10 @@ class Regions:
         with self.active(pack), ContextParallelAttention(pack.context, pack.attention):
             yield
 
-    def _call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @torch.compiler.disable  # where a compiled step calls a region; the region's own compiled code is not concerned
+    def _call(
+        self, name: str, signature: inspect.Signature, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         pack = self._pack
         if pack is None:
             return forward(*args, **kwargs)
@@ -93,12 +118,15 @@ class Regions:
             raise PlanError(
                 f"{pack.context.num_local_tokens} tokens of a micro-batch on one rank; the limit is {pack.max_tokens}"
             )
-        args, kwargs = _shard_arguments(name, forward, args, kwargs, pack)
+        args, kwargs = _shard_arguments(name, signature, args, kwargs, pack)
         self._pack = None  # a region inside this one sees local tokens already
         try:
             seed = seed_of(pack.seed, self.calls)
             with ContextParallelAttention(pack.context, pack.attention), seeded(seed, pack.context.device):
                 out = forward(*args, **kwargs)
+        except Unsupported as error:
+            refuse_unbroken_graph(name, error)
+            raise
         except UnsupportedAttentionError as error:
             raise UnsupportedAttentionError(f"{_layer_of(error, self.modules[name], name)}: {error}") from error
         finally:
@@ -114,14 +142,15 @@ def _layer_of(error: BaseException, region: nn.Module, name: str) -> str:
     while traceback is not None:
         found = paths.get(id(traceback.tb_frame.f_locals.get("self")), found)
         traceback = traceback.tb_next
-    return f"layer {'.'.join(filter(None, (name, found)))!r}"
+    parts = [part for part in (name, *found.split(".")) if part and part != COMPILED_CHILD]
+    return f"layer {'.'.join(parts)!r}"
 
 
 def _shard_arguments(
-    name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pack: ActivePack
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], pack: ActivePack
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Shard per-token arguments, leave the mask out, and add the positions if the caller gave none."""
-    bound = inspect.signature(forward).bind(*args, **kwargs)
+    bound = signature.bind(*args, **kwargs)
     if "attention_mask" in bound.arguments:
         # Sample borders come from the plan; a mask, all ones or not, must not change them.
         bound.arguments["attention_mask"] = None
@@ -162,7 +191,7 @@ def _shape(value: Tensor) -> list[Any]:
 
 def takes_positions(module: nn.Module) -> bool:
     """Whether a module's forward can be told the position of each token."""
-    return POSITIONS in inspect.signature(module.forward).parameters
+    return POSITIONS in inspect.signature(uncompiled(module).forward).parameters
 
 
 def find_regions(root: nn.Module, names: list[str] | None, *, forward_overridden: bool) -> Regions:
@@ -177,16 +206,26 @@ def find_regions(root: nn.Module, names: list[str] | None, *, forward_overridden
         forward_overridden: whether the module defines ``forward``.
 
     Raises:
-        RegionError: nothing or more than one thing found (the candidates are listed), or a name that is none.
+        RegionError: nothing or more than one thing found (the candidates are listed), a name that is none, or a region
+            inside a compiled module.
     """
+    modules = _find(root, names, forward_overridden)
+    for name in modules:
+        refuse_inside_compiled(root, name)
+    # Lightning's from_compiled: trainer.fit(torch.compile(module)) compiles the steps and forward of the module
+    compiler = getattr(root, "_compiler_ctx", None)
+    return Regions(modules, compiler["dynamo_ctx"] if compiler else None)
+
+
+def _find(root: nn.Module, names: list[str] | None, forward_overridden: bool) -> dict[str, nn.Module]:
     if names is not None:
-        return Regions({name: _named(root, name) for name in names})
+        return {name: _named(root, name) for name in names}
     if forward_overridden and takes_positions(root):
-        return Regions({"": root})
+        return {"": root}
     candidates = {name: child for name, child in root.named_children() if any(True for _ in child.parameters())}
     eligible = {name: child for name, child in candidates.items() if takes_positions(child)}
     if len(eligible) == 1:
-        return Regions(eligible)
+        return eligible
     raise RegionError(_not_found(type(root).__name__, candidates, list(eligible)))
 
 
@@ -198,16 +237,16 @@ def _named(root: nn.Module, name: str) -> nn.Module:
         raise RegionError(f"regions: {type(root).__name__} has no module {name!r}; it has {paths}") from error
     if not takes_positions(module):
         raise RegionError(
-            f"region {name!r}: {type(module).__name__}.forward has no parameter {POSITIONS!r}. A shard does not start at "
-            f"position 0, so the model must be told where each token lies: add `{POSITIONS}=None` ([1, T]) to forward and "
-            "use it for rotary or learned positions (or accept and ignore it if the model has none)."
+            f"region {name!r}: {type(uncompiled(module)).__name__}.forward has no parameter {POSITIONS!r}. A shard does not "
+            f"start at position 0, so the model must be told where each token lies: add `{POSITIONS}=None` ([1, T]) to "
+            "forward and use it for rotary or learned positions (or accept and ignore it if the model has none)."
         )
     return module
 
 
 def _not_found(root: str, candidates: Mapping[str, nn.Module], eligible: list[str]) -> str:
     listed = "; ".join(
-        f"{name!r} ({type(child).__name__}, {'can be one' if name in eligible else f'forward has no {POSITIONS}'})"
+        f"{name!r} ({type(uncompiled(child)).__name__}, {'can be one' if name in eligible else f'forward has no {POSITIONS}'})"
         for name, child in candidates.items()
     )
     problem = "more than one module could be the context-parallel region" if eligible else "no context-parallel region"

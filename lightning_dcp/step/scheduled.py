@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dcp.attention.options import AttentionOptions
+from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.batch.view import BatchView, view
 from lightning_dcp.errors import PlanMismatchError, SampleTooLongError
 from lightning_dcp.loss.weighting import LossNormalization, pack_weight
@@ -67,7 +67,7 @@ class ScheduledBatch:
     normalization: LossNormalization
     device: torch.device
     clock: WaitClock
-    attention: AttentionOptions = AttentionOptions()
+    attention: AttentionOptions = DEFAULT
     seed: int = 0
 
     @property
@@ -112,7 +112,7 @@ def schedule_batch(
     normalization: LossNormalization,
     device: torch.device,
     clock: WaitClock,
-    attention: AttentionOptions = AttentionOptions(),  # noqa: B008  (frozen)
+    attention: AttentionOptions = DEFAULT,
     seed: int = 0,
 ) -> ScheduledBatch:
     """Plan a batch and make sure that all ranks of the plane hold the same batch and the same plan.

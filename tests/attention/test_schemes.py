@@ -22,6 +22,7 @@ from tests.attention.support import (
     attend_played,
     rounds_off_rank_0,
 )
+from tests.parallel.support import sample_slices
 from tests.support.ranks import RankPool
 
 LENGTHS = (1, 2, 3, 7, 13, 64, 257)
@@ -162,6 +163,18 @@ def test_heads_first_views_give_the_same_as_contiguous_tensors(scheme: str, size
     )
     for name, array in contiguous.arrays.items():
         np.testing.assert_allclose(view.arrays[name], array, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_last_token_of_each_sample_gets_its_gradients(scheme: str, size: int) -> None:
+    inputs = Inputs((7, 5, 1, 13))
+    got = attend_played(Case(inputs, size, scheme=scheme))
+    for where in sample_slices(inputs.lengths):
+        last = where.stop - 1
+        assert np.abs(got.arrays["dv"][last]).min() > 0
+        if where.stop - where.start > 1:  # with one key alone its score does not matter
+            assert np.abs(got.arrays["dk"][last]).min() > 0
 
 
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - {"causal"}))

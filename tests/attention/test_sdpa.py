@@ -145,6 +145,30 @@ def test_torchs_multi_head_function_which_would_hide_its_attention_is_refused(co
         layer(x, x, x, attn_mask=mask, is_causal=True)
 
 
+class Recurrence(torch.nn.Module):
+    """A fake recurrent layer: each token's state is a decaying sum of those before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = torch.arange(x.shape[1], dtype=x.dtype)[:, None].exp()
+        return torch.cumsum(x * decay, dim=1) / decay
+
+
+MIXING = {
+    "cumsum": Recurrence(),
+    "conv1d": torch.nn.Conv1d(8, 8, 3, padding=1),
+    "roll": lambda x: x.roll(1, 1),
+    "softmax": lambda x: (x @ x.mT).softmax(-1) @ x,
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_other_ways_to_mix_tokens_are_refused(context: CPContext, name: str) -> None:
+    x = torch.randn(1, 8, 8)
+    assert MIXING[name](x).shape == x.shape
+    with ContextParallelAttention(context), pytest.raises(UnsupportedAttentionError, match=f"{name} over tokens"):
+        MIXING[name](x)
+
+
 def test_all_problems_of_a_call_are_in_one_message(context: CPContext) -> None:
     q = heads_first(batch=2)
     with ContextParallelAttention(context), pytest.raises(UnsupportedAttentionError) as caught:

@@ -16,6 +16,7 @@ import torch
 from lightning_dcp.attention.kernels import KERNELS
 from lightning_dcp.attention.kernels.cpu_flash import CPUFlashKernel
 from lightning_dcp.attention.schemes import SCHEMES
+from lightning_dcp.cli import main
 from lightning_dcp.commands import bench_attention_options
 from lightning_dcp.commands.bench_attention import bench_attention
 from lightning_dcp.commands.bench_attention_cases import mixed_lengths, parse_kind, parse_pack
@@ -126,6 +127,19 @@ def test_processes_give_a_table_and_json_with_every_number(tmp_path, capsys):
     assert values["link"] is None
     check_rows(values, (2,))
     assert "one thread each" in capsys.readouterr().out
+
+
+def test_options_may_be_given_on_the_command_line(tmp_path, capsys):
+    path = tmp_path / "attention.json"
+    words = f"--lengths {PACK} 9 mixed:64 --cp-sizes 2 --schemes ring --ranks played --kinds window:4+sinks --repeats 1"
+    small = "--heads=2 --kv-heads=1 --head-dim=4 --device cpu --dtypes float64 --latency 1 --bandwidth 100"
+    main(["bench", "attention", *words.split(), *small.split(), "--json", str(path)])
+    values = json.loads(path.read_text())
+    assert list(values["packs"]) == [PACK, "9", "mixed:64"]
+    rings = [row for row in values["rows"] if row["scheme"] == "ring"]
+    assert len(rings) == 3
+    assert min(row["both_s"] for row in rings) > 4  # four messages of at least one second: they cannot all be hidden
+    assert "1e+06 us + bytes / 1e-07 GB/s" in capsys.readouterr().out
 
 
 def test_every_kind_kernel_and_dtype_is_run_and_what_no_kernel_can_do_is_named(tmp_path, capsys):

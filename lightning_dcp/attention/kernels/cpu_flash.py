@@ -12,6 +12,8 @@ from lightning_dcp.attention.kernels.padding import common_width, pad_heads
 from lightning_dcp.attention.shape import AttentionShape, Scores
 from lightning_dcp.parallel.blocks import AttentionBlock, AttentionBlocks, BlockKind
 
+_GROUPED_BACKWARD = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 13)
+"""Whether the backward is known to take grouped key heads: torch 2.7 writes beyond its memory there."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -53,6 +55,8 @@ class CPUFlashKernel(Kernel):
     ) -> Iterator[BackwardPart]:
         flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         width, widths = common_width(AttentionShape.of(q, k, v)), (q.shape[-1], k.shape[-1], v.shape[-1])
+        group = 1 if _GROUPED_BACKWARD else q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
         grad, q, k, v, out = (_heads_first(pad_heads(t, width)) for t in (grad, q, k, v, out))
         lse = lse.transpose(0, 1).unsqueeze(0)
         for block in blocks.blocks:
@@ -62,6 +66,8 @@ class CPUFlashKernel(Kernel):
             if blocks.kind is BlockKind.UPPER:
                 grads = [g.flip(2) for g in grads]
             dq, dk, dv = (g[0].transpose(0, 1)[..., :w] for g, w in zip(grads, widths, strict=True))
+            if group > 1:
+                dk, dv = (g.unflatten(1, (-1, group)).sum(2) for g in (dk, dv))
             yield block.queries, block.keys, dq, dk, dv
 
 
