@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
-.PHONY: demo test test-all lint types tests compare clean
+.PHONY: demo test test-all lint types tests compare gpu-check clean
 
 ## demo: train a small model on four CPU ranks, each micro-batch with its own context-parallel size
 demo: $(VENV)/.installed
@@ -13,6 +13,16 @@ demo: $(VENV)/.installed
 ## compare: static against dynamic context parallelism on two CPU ranks
 compare: $(VENV)/.installed
 	$(BIN)/python examples/compare_static_dynamic.py
+
+## gpu-check: on a machine with one CUDA GPU, in a few minutes: kernels against the reference, their speed, two training steps
+## (GPU_PYTHON: an interpreter that has what this package needs, with torch for CUDA)
+GPU_PYTHON ?= $(BIN)/python
+gpu-check:
+	$(GPU_PYTHON) -m lightning_dcp bench attention --device cuda --check --repeats 3 --cp-sizes 2 4
+	$(GPU_PYTHON) -m lightning_dcp bench attention --device cuda --check --repeats 1 --cp-sizes 4 --lengths 1,2,3,7,13,64,257 \
+		--kinds causal bidirectional window:64 softcap:30 sinks --kv-heads 2
+	$(GPU_PYTHON) -m lightning_dcp fit --config configs/demo_cpu.yaml --trainer.accelerator gpu --trainer.devices 1 \
+		--trainer.precision bf16-mixed --trainer.max_steps 2 --trainer.val_check_interval 2
 
 ## test: lint, types, and all tests that are not slow
 test: lint types tests

@@ -16,8 +16,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from lightning_dcp.attention.options import AttentionOptions
+from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.errors import ConfigurationError, Problem, RegionError, raise_problems
+from lightning_dcp.models.compiled import COMPILED_CHILD
 from lightning_dcp.models.dry_run import Finding, dry_run
 from lightning_dcp.models.region import Regions, find_regions
 from lightning_dcp.parallel.layout import LAYOUTS
@@ -143,7 +144,7 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
         )
     if problems:  # the run ends here, so attention is looked at where the module is now
         training = trainer.state.fn == TrainerFn.FITTING
-        problems += _attention_problems(regions, set(mixing), AttentionOptions(), training, nullcontext)
+        problems += _attention_problems(regions, set(mixing), DEFAULT, training, nullcontext)
     raise_problems(problems)
     return regions
 
@@ -206,7 +207,7 @@ _MIXING = (
 
 def _mixing_layers(regions: Regions) -> dict[str, nn.Module]:
     return {
-        ".".join(filter(None, (region, path))): layer
+        ".".join(part for part in (region, *path.split(".")) if part and part != COMPILED_CHILD): layer
         for region, module in regions.modules.items()
         for path, layer in module.named_modules()
         if isinstance(layer, _MIXING)

@@ -191,7 +191,7 @@ REFUSED = {
     "fullgraph": ("RegionError", "region 'model': a part of it is compiled with fullgraph=True"),
     "fullgraph layers": ("RegionError", "region 'model': a part of it is compiled with fullgraph=True"),
     "inside": ("ConfigurationError", "lies inside 'model', which is compiled as a whole"),
-    "attention": ("UnsupportedAttentionError", "layer 'model.blocks.1': scaled_dot_product_attention inside"),
+    "attention": ("ConfigurationError", "layer 'model.blocks.1' (NotCausal) inside a context-parallel region"),
 }
 
 

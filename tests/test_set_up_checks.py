@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
@@ -72,6 +73,10 @@ def impossible(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention(q, k, v, softcap=-1.0)
 
 
+def flex(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v)  # type: ignore[return-value]
+
+
 def causal(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -86,6 +91,7 @@ WORDS = {
     cumsum: ("cumsum", "cumsum over tokens"),
     multi_head: ("multi_head_attention_forward", "cannot run over a CP group"),
     without_batch: ("scaled_dot_product_attention", "the query has shape (2, 5, 4)"),
+    flex: ("flex_attention", "flex_attention inside a context-parallel region"),
     impossible: ("attention", "softcap=-1.0"),
 }
 
@@ -221,28 +227,33 @@ def test_checkpointed_layers_are_seen(reentrant: bool, recwarn: pytest.WarningsR
 def test_router_scores_that_look_square_by_chance_are_not_attention(experts: int) -> None:
     class Router(Stack):
         def __init__(self) -> None:
-            super().__init__(causal)
+            super().__init__(by_hand)
             self.router = nn.Linear(HIDDEN, experts)
 
         def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
             x = self.embedding(input_ids)
             return self.layers[0](x) * self.router(x).softmax(-1).sum(-1, keepdim=True)
 
-    assert dry_run(Router()).findings == ()
+    assert [f.layer for f in dry_run(Router()).findings] == ["layers.0"]
 
 
 @pytest.mark.parametrize("padding", [0, 1])
-def test_the_made_up_tokens_are_no_padding(padding: int) -> None:
+def test_the_made_up_tokens_are_no_padding_and_differ(padding: int) -> None:
+    first = 1 - padding
+    seen: list[int] = []
+
     class Padded(Stack):
         def __init__(self) -> None:
             super().__init__(causal)
             self.embedding = nn.Embedding(VOCAB, HIDDEN, padding_idx=padding)
 
         def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-            self.layers[0].attend = mask if (input_ids == padding).any() else causal
+            seen.append(int(input_ids.unique()))
+            self.layers[0].attend = mask if (input_ids == first).any() else causal
             return super().forward(input_ids, position_ids)
 
     assert dry_run(Padded()).findings == ()
+    assert seen == [first, 2]
 
 
 # ------------------------------------------------------ how the region is called
@@ -349,6 +360,7 @@ class Changes(Stack):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         self.calls += 1
         self.seen.append(2)
+        self.added = 3
         self.tables["b"] = 2
         self.late = nn.Linear(2, 2)
         self.steps.add_(torch.rand(()))
@@ -552,7 +564,7 @@ class Convolves(Layer):
 class Several(Module):
     def __init__(self) -> None:
         super().__init__(mask)
-        self.model.layers.append(Convolves())
+        self.model.layers.append(torch.compile(Convolves(), backend="eager"))
         self.automatic_optimization = False
 
 

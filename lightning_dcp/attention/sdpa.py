@@ -49,10 +49,16 @@ def _square(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
     return isinstance(scores, Tensor) and scores.dim() > 2 and scores.shape[-1] == scores.shape[-2]
 
 
-def _is_attention(context: CPContext, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a softmax is over square scores of the local tokens: attention by hand."""
-    scores, tokens = args[0] if args else kwargs.get("input"), context.num_local_tokens
-    return _square(args, kwargs) and scores is not None and scores.shape[-1] == tokens > 1
+def _is_attention(tokens: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, one_head: bool) -> bool:
+    """Whether a softmax is over square scores of the local tokens: attention by hand.
+
+    ``[1, T, T]`` may be one head's scores, or those of a router that has as many experts as this rank happens to have
+    tokens: only ``one_head`` counts it as attention.
+    """
+    scores = args[0] if args else kwargs.get("input")
+    if scores is None or not _square(args, kwargs) or scores.shape[-1] != tokens:
+        return False
+    return tokens > 1 and (one_head or scores.dim() > 3 or scores.shape[0] > 1)
 
 
 class ContextParallelAttention(TorchFunctionMode):
@@ -70,7 +76,10 @@ class ContextParallelAttention(TorchFunctionMode):
         context: the pack whose attention this is.
         options: how it is computed.
         calls: how many attention calls it has served.
+        suspects_one_head: whether a softmax over ``[1, T, T]`` is taken for attention by hand.
     """
+
+    suspects_one_head = False
 
     def __init__(self, context: CPContext, options: AttentionOptions = DEFAULT) -> None:
         super().__init__()
@@ -101,7 +110,7 @@ class ContextParallelAttention(TorchFunctionMode):
             )
         if isinstance(func, HigherOrderOperator) and func.name().startswith(FLEX):
             raise UnsupportedAttentionError(flex_refusal())
-        if func in _MIXING or (func in _SOFTMAX and _is_attention(self.context, args, kwargs)):
+        if func in _MIXING or (func in _SOFTMAX and _is_attention(self.context.num_local_tokens, args, kwargs, one_head=self.suspects_one_head)):
             raise UnsupportedAttentionError(
                 f"{getattr(func, '__name__', func)} over tokens inside a context-parallel region, where a rank holds only "
                 "a part of them. Attend by scaled_dot_product_attention, or keep this layer out of "

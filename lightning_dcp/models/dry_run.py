@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.errors import UnsupportedAttentionError
+from lightning_dcp.models.compiled import COMPILED_CHILD, uncompiled
 from lightning_dcp.models.region import POSITIONS
 from lightning_dcp.models.undisturbed import undisturbed
 from lightning_dcp.parallel.context import CPContext, make_context
@@ -82,7 +83,7 @@ def dry_run(
         training: leave layers in the mode they are in, as training does; else all are called in evaluation mode.
         forward_context: the precision plugin's context for a forward.
     """
-    region = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    region = uncompiled(module)
     reason = _hindrance(region)
     if reason is not None:
         return DryRun(skipped=reason)
@@ -200,6 +201,8 @@ class CollectedProblems(ContextParallelAttention):
         findings: every refused call, in order.
     """
 
+    suspects_one_head = True  # two runs with different numbers of tokens tell it from a router
+
     def __init__(self, region: nn.Module, context: CPContext, options: AttentionOptions) -> None:
         super().__init__(context, options)
         self._layers = {id(layer): (path, type(layer).__name__) for path, layer in region.named_modules()}
@@ -230,6 +233,6 @@ class CollectedProblems(ContextParallelAttention):
             layer = self._layers.get(id(frame.f_locals.get(names[0]))) if names else None
             if layer is not None:
                 path, kind = layer
-                return ".".join(part for part in path.split(".") if part != "_orig_mod"), kind
+                return ".".join(part for part in path.split(".") if part != COMPILED_CHILD), kind
             frame = frame.f_back  # type: ignore[assignment]
         return self._layers[next(iter(self._layers))]

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_dcp.attention import attention
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.models.decoder import Decoder, rotary_tables
 from lightning_dcp.parallel.context import CPContext, make_context
@@ -123,6 +124,10 @@ def _attend(q: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q, **({"is_causal": True} | options))
 
 
+def _capped(q: Tensor) -> Tensor:
+    return attention(q, q, q, softcap=2.0)
+
+
 class _Custom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor) -> Tensor:
@@ -141,7 +146,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "attention in a loop": lambda q: sum(_attend(q * i) for i in range(3)),
     "attention in a custom function": lambda q: _Custom.apply(q * 1) * 2,
     "attention in a checkpoint": lambda q: checkpoint(_attend, q * 1, use_reentrant=True) * 2,
-    "not causal": lambda q: _attend(q * 1, is_causal=False),
+    "attention that is not causal": lambda q: _attend(q * 1, is_causal=False) * 2,
+    "attention with a window": lambda q: attention(q + 1, q, q, window_size=(2, 0)) * 2,
+    "attention with a cap in a checkpoint": lambda q: checkpoint(_capped, q * 1, use_reentrant=False) * 2,
     "dropout": lambda q: _attend(q * 1, dropout_p=0.1),
     "mask": lambda q: _attend(q, attn_mask=torch.ones(8, 8, dtype=torch.bool)),
     "torch's layer": lambda q: _mha(q[0], q[0], q[0], need_weights=False)[0],

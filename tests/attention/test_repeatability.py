@@ -13,12 +13,11 @@ from tests.support.ranks import RankPool
 
 
 def test_two_runs_are_bit_identical(ranks: RankPool) -> None:
-    ways = product(
-        SCHEMES, KERNELS, (torch.float32, torch.bfloat16), ("causal", "windows, some samples causal", "sinks")
-    )
+    ways = product(SCHEMES, KERNELS, (torch.float32, torch.bfloat16), ("causal", "everything at once"))
     rounds: list[Round] = [
-        {0: Case(Inputs((64, 13, 257), 1 + (scheme != "ring"), dtype=dtype), 4, "zigzag", kernel, scheme, KINDS[kind])}
+        {0: Case(Inputs((64, 13, 90), 1 + (scheme != "ring"), dtype=dtype), 4, "zigzag", kernel, scheme, KINDS[kind])}
         for scheme, kernel, dtype, kind in ways
+        if kernel != "cpu_flash" or not KINDS[kind].softcap
     ]
     first, second = (list(attend_on(ranks, 4, rounds)) for _ in range(2))
     assert len(first) == len(rounds)

@@ -28,13 +28,12 @@ from tests.support.ranks import RankPool
 LENGTHS = (1, 2, 3, 7, 13, 64, 257)
 
 
-def pack_of(samples: int) -> tuple[int, ...]:
-    """Lengths of a pack, short ones more often than long ones."""
-    draw = random.Random(samples)
-    return tuple(draw.choices(LENGTHS, weights=(4, 4, 4, 4, 4, 2, 1), k=samples))
-
-
-PACKS = {1: (257,), 2: (64, 13), 5: pack_of(5), 40: pack_of(40)}
+PACKS = {
+    1: (257,),
+    2: (64, 13),
+    5: (2, 64, 1, 257, 7),
+    40: (13, 257, *random.Random(0).choices((1, 2, 3, 7, 13), k=37), 64),
+}
 SIZES = (1, 2, 3, 4, 6, 8)
 FACTORS: dict[str, tuple[Any, ...]] = {
     "way": tuple(product(SCHEMES, SIZES)),
@@ -79,16 +78,13 @@ def test_each_sample_is_attended_to_as_if_alone(scheme: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(8, (2, 4, 8)), (6, (3, 6))])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_each_sample_is_attended_to_as_if_alone_on_ranks(
-    ranks: RankPool, scheme: str, world: int, sizes: tuple[int, ...]
-) -> None:
-    cases = [case_of(row) for row in ON_RANKS if row["scheme"] == scheme and row["size"] in sizes]
+def test_each_sample_is_attended_to_as_if_alone_on_ranks(ranks: RankPool, world: int, sizes: tuple[int, ...]) -> None:
+    cases = [case_of(row) for row in ON_RANKS if row["size"] in sizes]
     checked = 0
     for case, got in attend_on(ranks, world, rounds_off_rank_0(cases, world)):
         assert_as_dense(case, got)
         checked += 1
-    assert checked == len(cases) >= 5
+    assert checked == len(cases) >= 25
 
 
 @pytest.mark.parametrize(("world", "half"), [(4, 2), (6, 3)])

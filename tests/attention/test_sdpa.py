@@ -184,3 +184,13 @@ def test_a_pack_on_one_rank_needs_no_process_group(context: CPContext) -> None:
     out = context_parallel_attention(*leaves, context)
     share = share_of(context, out, torch.autograd.grad(out, leaves, grad))
     assert_as_dense(case, join_shares(case.inputs, [share]))
+
+
+def test_a_router_with_as_many_experts_as_there_are_tokens_is_no_attention(context: CPContext) -> None:
+    scores = torch.randn(1, 8, 8)
+    with ContextParallelAttention(context):
+        assert torch.equal(scores.softmax(-1), torch.softmax(scores, -1))
+        with pytest.raises(UnsupportedAttentionError, match="softmax over tokens"):
+            torch.softmax(torch.randn(2, 8, 8), -1)
+        with pytest.raises(UnsupportedAttentionError, match="softmax over tokens"):
+            F.softmax(torch.randn(1, 1, 8, 8), -1)
