@@ -157,7 +157,7 @@ MIXING = {
     "cumsum": Recurrence(),
     "conv1d": torch.nn.Conv1d(8, 8, 3, padding=1),
     "roll": lambda x: x.roll(1, 1),
-    "softmax": lambda x: (x @ x.mT).softmax(-1) @ x,
+    "softmax": lambda x: ((x @ x.mT).unsqueeze(1).softmax(-1) @ x.unsqueeze(1)).squeeze(1),
 }
 
 
