@@ -44,7 +44,7 @@ COMMANDS = {
         "lightning_dcp.commands.bench_plan", "bench_plan", "Compare schedulers: quality of the plans, planning time."
     ),
     "bench attention": Command(
-        "lightning_dcp.commands.bench_attention",
+        "lightning_dcp.commands.bench_attention.command",
         "bench_attention",
         "Time attention over CP groups against one rank's kernel; check its results.",
     ),

@@ -110,11 +110,13 @@ class ContextParallelAttention(TorchFunctionMode):
             )
         if isinstance(func, HigherOrderOperator) and func.name().startswith(FLEX):
             raise UnsupportedAttentionError(flex_refusal())
-        if func in _MIXING or (func in _SOFTMAX and _is_attention(self.context.num_local_tokens, args, kwargs, one_head=self.suspects_one_head)):
+        if func in _MIXING or (
+            func in _SOFTMAX
+            and _is_attention(self.context.num_local_tokens, args, kwargs, one_head=self.suspects_one_head)
+        ):
             raise UnsupportedAttentionError(
                 f"{getattr(func, '__name__', func)} over tokens inside a context-parallel region, where a rank holds only "
-                "a part of them. Attend by scaled_dot_product_attention, or keep this layer out of "
-                "the region."
+                "a part of them. Attend by scaled_dot_product_attention, or keep this layer out of the region."
             )
         serve = _SERVED.get(func)
         if serve is None:

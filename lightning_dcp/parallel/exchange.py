@@ -130,7 +130,7 @@ class GroupExchange(Exchange):
         with self._clock.waiting():
             dist.all_to_all_single(
                 received,
-                torch.cat([part.reshape(-1) for part in parts]),
+                _one_message(parts),
                 sizes,
                 [part.numel() for part in parts],
                 group=self._group.handle,
@@ -156,7 +156,7 @@ class _Hop:
         with self._clock.waiting():
             for work in self._works:
                 work.wait()
-        self._sent = None
+        self._sent, self._works = None, ()  # works hold on to what was sent
         return split_message(self._received, self._shapes)
 
 

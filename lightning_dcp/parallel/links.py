@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dcp.parallel.clock import WaitClock
-from lightning_dcp.parallel.exchange import GroupExchange
+from lightning_dcp.parallel.exchange import Exchange, GroupExchange
 from lightning_dcp.parallel.groups import ParallelGroups
 
 _SMALL, _LARGE = 64, 1 << 22  # bytes of a message
@@ -46,13 +46,24 @@ def measure_links(groups: ParallelGroups, device: torch.device) -> dict[int, Lin
     for i, size in enumerate(sizes):
         group = groups.cp_groups[size]
         exchange = GroupExchange(group, group.global_ranks.index(dist.get_rank()), WaitClock())
-        measured[i] = torch.tensor([_hop_seconds(exchange, nbytes, device) for nbytes in (_SMALL, _LARGE)])
+        measured[i] = torch.tensor(hop_seconds(exchange, device))
     if sizes:
         dist.all_reduce(measured, dist.ReduceOp.MAX, group=groups.control)
-    return {size: _link(*seconds) for size, seconds in zip(sizes, measured.tolist(), strict=True)}
+    return {size: as_link(*seconds) for size, seconds in zip(sizes, measured.tolist(), strict=True)}
 
 
-def _hop_seconds(exchange: GroupExchange, nbytes: int, device: torch.device) -> float:
+def hop_seconds(exchange: Exchange, device: torch.device) -> tuple[float, float]:
+    """Seconds of a small and of a large hop of this rank's group, all of whose ranks call this."""
+    small, large = (_hop_seconds(exchange, nbytes, device) for nbytes in (_SMALL, _LARGE))
+    return small, large
+
+
+def as_link(small_s: float, large_s: float) -> Link:
+    """What these times say; beside a large message the latency is next to nothing."""
+    return Link(_rounded(small_s), _rounded(_LARGE / large_s))
+
+
+def _hop_seconds(exchange: Exchange, nbytes: int, device: torch.device) -> float:
     message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     times = []
     for _ in range(_REPEATS + 1):
@@ -60,10 +71,6 @@ def _hop_seconds(exchange: GroupExchange, nbytes: int, device: torch.device) -> 
         exchange.start_hop([message], nbytes, tag=_TAG).wait()
         times.append(_now(device) - start)
     return min(times[1:])  # the first use of a group is slow, and what disturbs a hop only ever makes it slower
-
-
-def _link(small: float, large: float) -> Link:
-    return Link(_rounded(small), _rounded(_LARGE / large))  # beside a large message the latency is next to nothing
 
 
 def _rounded(value: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -111,16 +111,12 @@ def make_sinks(inputs: Inputs) -> Tensor:
     return torch.linspace(-1.0, 1.5, inputs.heads, dtype=inputs.dtype)
 
 
+@lru_cache(maxsize=256)
 def dense_attention(inputs: Inputs, kind: Kind = CAUSAL) -> dict[str, np.ndarray]:
     """Output and gradients of plain softmax attention in float64, each sample alone: ``out, dq, dk, dv`` (``dsinks``).
 
     They are those of ``inputs`` in their own dtype, which is rounded before it is widened.
     """
-    return _dense_attention(inputs, replace(kind, window_size=tuple(kind.window_size)))
-
-
-@lru_cache(maxsize=256)
-def _dense_attention(inputs: Inputs, kind: Kind) -> dict[str, np.ndarray]:
     whole = [t.double() for t in make_inputs(inputs)]
     sinks = make_sinks(inputs).double().requires_grad_() if kind.sinks else None
     parts = []

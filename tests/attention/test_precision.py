@@ -58,12 +58,12 @@ def test_the_error_does_not_grow_with_the_group(scheme: str, kernel: str, dtype:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_key_heads_that_ranks_share_are_rounded_once_more_by_each(kernel: str) -> None:
-    """A kernel rounds its part of their gradient; the parts are added in float32, and the sum is rounded."""
+def test_key_heads_that_ranks_share_are_rounded_once_more_only_by_kernels_that_round(kernel: str) -> None:
+    """Such a kernel rounds its part of their gradient; the parts are added in float32, and the sum is rounded."""
     inputs = replace(LONG, dtype=torch.bfloat16)
     two, four, eight = errors_by_size(inputs, "ulysses", kernel)
     for name, error in two.items():
-        growth = 3 if name in ("dk", "dv") else 2
+        growth = 3 if kernel == "varlen" and name in ("dk", "dv") else 2
         assert 0 < four[name] <= growth * error
         assert 0 < eight[name] <= growth * error
 

@@ -17,19 +17,20 @@ from lightning_dcp.attention.kernels import KERNELS
 from lightning_dcp.attention.kernels.cpu_flash import CPUFlashKernel
 from lightning_dcp.attention.schemes import SCHEMES
 from lightning_dcp.cli import main
-from lightning_dcp.commands import bench_attention_options
-from lightning_dcp.commands.bench_attention import bench_attention
-from lightning_dcp.commands.bench_attention_cases import mixed_lengths, parse_kind, parse_pack
-from lightning_dcp.commands.bench_attention_check import Outcome, errors
-from lightning_dcp.commands.bench_attention_measure import Plan, Row, measure
-from lightning_dcp.commands.bench_attention_options import default_sizes, read_sweep
-from lightning_dcp.commands.bench_attention_processes import ProcessRanks
-from lightning_dcp.commands.bench_attention_timeline import Collective, HopStart, HopWait, RankRecord, end_times
-from lightning_dcp.commands.bench_attention_usage import LiveBytes, Usage, peak_memory
-from lightning_dcp.commands.bench_attention_work import ONE_RANK, Times
+from lightning_dcp.commands.bench_attention import options
+from lightning_dcp.commands.bench_attention.cases import mixed_lengths, parse_kind, parse_pack
+from lightning_dcp.commands.bench_attention.check import Outcome, errors
+from lightning_dcp.commands.bench_attention.command import bench_attention
+from lightning_dcp.commands.bench_attention.measure import Plan, Row, measure
+from lightning_dcp.commands.bench_attention.options import default_sizes, read_sweep
+from lightning_dcp.commands.bench_attention.processes import ProcessRanks
+from lightning_dcp.commands.bench_attention.timeline import Collective, HopStart, HopWait, RankRecord, end_times
+from lightning_dcp.commands.bench_attention.usage import LiveBytes, Usage, peak_memory
+from lightning_dcp.commands.bench_attention.work import ONE_RANK, Times
 from lightning_dcp.errors import ConfigurationError, DCPError, PeerFailureError, UnsupportedAttentionError
 from lightning_dcp.parallel.layout import zigzag
 from lightning_dcp.parallel.links import Link
+from lightning_dcp.schedule import preset
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 TINY = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "repeats": 2, "device": "cpu"}
@@ -114,6 +115,7 @@ def test_played_ranks_give_a_table_and_json_with_every_number(tmp_path, capsys):
         "error",
         "cpu_flash",
         "3 sample",
+        "picks",
     ):
         assert word in printed
 
@@ -266,7 +268,7 @@ def test_by_default_processes_have_a_core_each_where_there_are_two_or_more(monke
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert default_sizes("cpu", "auto") == sizes
     assert default_sizes("cpu", "played") == (2, 4, 8)
-    assert bench_attention_options.SIZES == (2, 4, 8)
+    assert options.SIZES == (2, 4, 8)
 
 
 def test_on_cuda_the_allocator_tells_the_peak_above_what_was_there_before(monkeypatch):
@@ -437,8 +439,8 @@ class FakeRanks:
 
 def test_shares_are_ratios_inside_a_round_in_an_order_that_changes():
     ranks, setting = FakeRanks(), sweep(lengths=["8"], device="cpu").settings(2)[0][0]
-    plan, done = Plan(("ring", "ulysses"), repeats=3, warmup=2, check=False), []
-    rows = {row.scheme: row for row in measure(ranks, setting, plan, done.append)}
+    plan, done = Plan(("ring", "ulysses"), repeats=3, warmup=2, check=False, cost=preset("cpu")), []
+    rows = {row.scheme: row for row in measure(ranks, Link(1e-5, 1e9), setting, plan, done.append)}
     assert len(ranks.orders) == 4  # one round more than are timed; the first run of each is the watched one
     assert sum(done) == plan.runs
     assert len({order[0] for order in ranks.orders[1:]}) == 3
@@ -446,6 +448,9 @@ def test_shares_are_ratios_inside_a_round_in_an_order_that_changes():
     assert rows["ulysses"].shares == pytest.approx([18 / 2 / 18] * 3)
     assert rows[ONE_RANK].times == Times(9.0, 9.0, 18.0)  # rounds 2 to 4: fast, slow, fast
     assert (rows["ring"].sent_bytes, rows["ring"].peak_bytes) == (2, 10)
+    assert [name for name, row in rows.items() if row.is_picked] == ["ring"]
+    assert rows[ONE_RANK].estimate_s is None
+    assert 0 < rows["ring"].estimate_s <= 1.05 * rows["ulysses"].estimate_s
 
 
 # ------------------------------------------------------------------ processes

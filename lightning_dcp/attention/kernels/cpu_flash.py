@@ -18,7 +18,10 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class CPUFlashKernel(Kernel):
-    """One call a block; an upper triangle is a lower one read from the last token to the first."""
+    """One call a block; an upper triangle is a lower one read from the last token to the first.
+
+    Half precision is computed in float32: torch's kernel would round each part to it, and parts of many hops add up.
+    """
 
     name = "cpu_flash"
 
@@ -79,6 +82,7 @@ class _Taker:
 
     def __call__(self, x: Tensor) -> Tensor:
         part = x[:, :, self._tokens]
+        part = part.to(torch.promote_types(part.dtype, torch.float32))
         return part.flip(2) if self._backwards else part
 
 

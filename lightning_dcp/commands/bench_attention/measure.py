@@ -11,10 +11,15 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from lightning_dcp.commands.bench_attention_cases import Setting
-from lightning_dcp.commands.bench_attention_check import TOLERANCE, sink_error
-from lightning_dcp.commands.bench_attention_usage import Usage
-from lightning_dcp.commands.bench_attention_work import ONE_RANK, Times
+from lightning_dcp.attention.choice import Estimate, SchemeChooser
+from lightning_dcp.commands.bench_attention.cases import Setting
+from lightning_dcp.commands.bench_attention.check import TOLERANCE, sink_error
+from lightning_dcp.commands.bench_attention.usage import Usage
+from lightning_dcp.commands.bench_attention.work import ONE_RANK, Times
+from lightning_dcp.parallel.context import make_context
+from lightning_dcp.parallel.groups import CPGroup
+from lightning_dcp.parallel.links import Link
+from lightning_dcp.schedule.cost import CostModel
 
 
 class Ranks(Protocol):
@@ -29,6 +34,9 @@ class Ranks(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         """End them."""
+
+    def link(self) -> Link:
+        """A hop between its ranks: the slowest."""
 
     def prepare(self, setting: Setting) -> None:
         """Make the tensors of a setting."""
@@ -52,12 +60,14 @@ class Plan:
         repeats: timed rounds.
         warmup: untimed runs of each scheme before.
         check: whether results are compared with the reference kernel's.
+        cost: from which ``attention="auto"`` would choose the scheme, with the measured or assumed link.
     """
 
     schemes: tuple[str, ...]
     repeats: int
     warmup: int
     check: bool
+    cost: CostModel
 
     @property
     def runs(self) -> int:
@@ -78,6 +88,8 @@ class Row:
             this scheme's time.
         usage: of each rank.
         errors: against the reference kernel, if it was checked.
+        estimate_s: what ``attention="auto"`` expects of this scheme, forward and backward; None of one rank.
+        is_picked: whether it would take this scheme.
     """
 
     setting: Setting
@@ -86,6 +98,8 @@ class Row:
     shares: tuple[float, ...]
     usage: tuple[Usage, ...]
     errors: dict[str, float] | None
+    estimate_s: float | None = None
+    is_picked: bool = False
 
     @property
     def times(self) -> Times:
@@ -129,12 +143,21 @@ class Row:
             "sent_bytes": [usage.sent_bytes for usage in self.usage],
             "peak_bytes": [usage.peak_bytes for usage in self.usage],
             "errors": self.errors,
+            "auto_estimate_s": self.estimate_s,
+            "auto_picks": self.is_picked,
             "rounds": [times._asdict() for times in self.rounds],
             "shares_of_ideal": list(self.shares),
         }
 
 
-def measure(ranks: Ranks, setting: Setting, plan: Plan, done: Callable[[int], None]) -> list[Row]:
+def estimated(setting: Setting, cost: CostModel, link: Link) -> Estimate:
+    """What ``attention="auto"`` would make of a setting."""
+    group = CPGroup(None, tuple(range(setting.size)))
+    context = make_context(group, 0, setting.pack.lengths, layout=setting.layout)
+    return SchemeChooser(cost, {setting.size: link}).estimate(setting.shape, setting.kind.mask, context)
+
+
+def measure(ranks: Ranks, link: Link, setting: Setting, plan: Plan, done: Callable[[int], None]) -> list[Row]:
     """One row for one rank with the whole pack, and one for each scheme.
 
     The machine's speed may change from minute to minute. So each round runs everything once, in an order that changes
@@ -142,6 +165,7 @@ def measure(ranks: Ranks, setting: Setting, plan: Plan, done: Callable[[int], No
 
     Args:
         ranks: the group.
+        link: between its ranks.
         setting: what to run.
         plan: how.
         done: told how many runs are over.
@@ -160,6 +184,7 @@ def measure(ranks: Ranks, setting: Setting, plan: Plan, done: Callable[[int], No
         if number >= 0:
             rounds.append(times)
         done(len(names))
+    estimate = estimated(setting, plan.cost, link)
     return [
         Row(
             setting,
@@ -168,6 +193,8 @@ def measure(ranks: Ranks, setting: Setting, plan: Plan, done: Callable[[int], No
             tuple(_share(times, name, ranks.size) for times in rounds),
             usage[name],
             checked[name],
+            estimate.seconds.get(name),
+            name == estimate.scheme,
         )
         for name in names
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_dcp.commands.bench_attention_timeline import Collective, Event, HopStart, HopWait
+from lightning_dcp.commands.bench_attention.timeline import Collective, Event, HopStart, HopWait
 from lightning_dcp.parallel.exchange import Exchange, Transfer, split_message
 
 

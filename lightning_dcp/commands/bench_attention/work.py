@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_dcp.attention.kernels import KERNELS
 from lightning_dcp.attention.schemes import ALONE, SCHEMES, AttentionCall
 from lightning_dcp.attention.schemes.base import Gradients, Saved, Scheme
-from lightning_dcp.commands.bench_attention_cases import DTYPES, Setting
+from lightning_dcp.commands.bench_attention.cases import DTYPES, Setting
 from lightning_dcp.parallel.context import CPContext, make_context
 from lightning_dcp.parallel.exchange import Exchange
 from lightning_dcp.parallel.groups import CPGroup

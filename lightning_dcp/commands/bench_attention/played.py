@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dcp.commands.bench_attention_cases import Setting
-from lightning_dcp.commands.bench_attention_check import Outcome, errors, reference
-from lightning_dcp.commands.bench_attention_timeline import RankRecord, end_times
-from lightning_dcp.commands.bench_attention_usage import RecordingExchange, SilentExchange, Usage, peak_memory
-from lightning_dcp.commands.bench_attention_work import ONE_RANK, Times, Work, alone, draw_inputs, shared
+from lightning_dcp.commands.bench_attention.cases import Setting
+from lightning_dcp.commands.bench_attention.check import Outcome, errors, reference
+from lightning_dcp.commands.bench_attention.timeline import RankRecord, end_times
+from lightning_dcp.commands.bench_attention.usage import RecordingExchange, SilentExchange, Usage, peak_memory
+from lightning_dcp.commands.bench_attention.work import ONE_RANK, Times, Work, alone, draw_inputs, shared
 from lightning_dcp.parallel.context import CPContext
 from lightning_dcp.parallel.exchange import Exchange
 from lightning_dcp.parallel.groups import CPGroup
@@ -49,6 +49,10 @@ class PlayedRanks:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         torch.set_num_threads(self._threads)
+
+    def link(self) -> Link:
+        """What is assumed."""
+        return self._link
 
     def prepare(self, setting: Setting) -> None:
         """Make the tensors of a setting."""

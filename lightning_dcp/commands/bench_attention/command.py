@@ -10,15 +10,16 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_dcp.commands.bench_attention_check import TOLERANCE
-from lightning_dcp.commands.bench_attention_measure import Plan, Ranks, Row, measure
-from lightning_dcp.commands.bench_attention_options import Sweep, number_problems, read_sweep
-from lightning_dcp.commands.bench_attention_played import PlayedRanks
-from lightning_dcp.commands.bench_attention_processes import ProcessRanks
-from lightning_dcp.commands.bench_attention_tables import attention_table, same_everywhere
+from lightning_dcp.commands.bench_attention.check import TOLERANCE
+from lightning_dcp.commands.bench_attention.measure import Plan, Ranks, Row, measure
+from lightning_dcp.commands.bench_attention.options import Sweep, number_problems, read_sweep
+from lightning_dcp.commands.bench_attention.played import PlayedRanks
+from lightning_dcp.commands.bench_attention.processes import ProcessRanks
+from lightning_dcp.commands.bench_attention.tables import attention_table, same_everywhere
 from lightning_dcp.errors import DCPError, UnsupportedAttentionError
 from lightning_dcp.parallel.links import Link
 from lightning_dcp.report.figure import folder_problems
+from lightning_dcp.schedule.cost_file import load_cost_model
 
 Device = Literal["auto", "cpu", "cuda"]
 Way = Literal["auto", "processes", "played"]
@@ -40,6 +41,7 @@ def bench_attention(
     warmup: int = 1,
     ranks: Way = "auto",
     device: Device = "auto",
+    cost_model: str | None = None,
     latency: float = 1.5e-5,
     bandwidth: float = 3.6e11,
     check: bool = False,
@@ -69,6 +71,8 @@ def bench_attention(
             played (one device computes for one rank after another, and communication is modelled). By default
             processes, on CUDA only if there are GPUs enough.
         device: by default cuda where there is any.
+        cost_model: from which attention="auto" would choose a scheme: a preset (a100, h100, h200, cpu), or a YAML file that
+            `calibrate` wrote. By default cpu or h100, by the device.
         latency: seconds of a message between played ranks; the default is one of NCCL inside a node.
         bandwidth: bytes/s between played ranks each way; the default is that of NVLink 4.
         check: also compare outputs and gradients with the reference kernel on one rank; fail if any is wrong.
@@ -96,15 +100,16 @@ def bench_attention(
         device=device,
         others=others,
     )
-    plan, link = Plan(sweep.schemes, repeats, warmup, check), Link(latency, bandwidth)
+    cost = load_cost_model(cost_model or ("cpu" if sweep.device == "cpu" else "h100"))
+    plan, link = Plan(sweep.schemes, repeats, warmup, check, cost), Link(latency, bandwidth)
     rows, refused = _run(sweep, plan, link)
+    if json is not None:
+        text = jsonlib.dumps(_values(sweep, plan, link, rows, refused), indent=1)
+        Path(json).write_text(text + "\n", encoding="utf-8")
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 120)
     _show(console, sweep, plan, link, rows, refused)
-    if json is not None:
-        text = jsonlib.dumps(_values(sweep, plan, link, rows, refused), indent=1)
-        Path(json).write_text(text + "\n", encoding="utf-8")
     _fail_if_wrong(rows)
 
 
@@ -121,9 +126,10 @@ def _run(sweep: Sweep, plan: Plan, link: Link) -> tuple[list[Row], dict[str, str
         for size, (settings, _) in by_size.items():
             progress.update(task, description=f"CP {size}: starting")
             with _ranks(size, sweep, link) as group:
+                own_link = group.link()
                 for setting in settings:
                     progress.update(task, description=f"CP {size}: {setting.kind.name} {setting.pack.name}")
-                    rows += measure(group, setting, plan, lambda runs: progress.advance(task, runs))
+                    rows += measure(group, own_link, setting, plan, lambda runs: progress.advance(task, runs))
     return rows, refused
 
 
@@ -135,13 +141,15 @@ def _show(console: Console, sweep: Sweep, plan: Plan, link: Link, rows: Sequence
     title = (
         f"Attention on {sweep.device}: {same_everywhere(rows)}\n{_way(sweep, link)}; median of {plan.repeats} rounds"
     )
-    console.print(attention_table(rows, title))
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)  # may be wider than the table
+    console.print(attention_table(rows))
     for pack in sweep.packs:
         if len(pack.lengths) > 1:
             console.print(str(pack), markup=False, soft_wrap=True)
     console.print(
         "of ideal: the time of one rank with the whole pack, over CP, over the scheme's time. sent: by the rank that "
-        "sends most, forward and backward. memory: tensors of the rank that takes most, the call's inputs included.",
+        "sends most, forward and backward. auto expects: by the cost model and the link, and what it picks. memory: tensors "
+        "of the rank that takes most, the call's inputs included.",
         soft_wrap=True,
     )
     for what, why in refused.items():

@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dcp.commands.bench_attention_cases import Setting
-from lightning_dcp.commands.bench_attention_check import Outcome, errors, reference
-from lightning_dcp.commands.bench_attention_usage import RecordingExchange, Usage, peak_memory
-from lightning_dcp.commands.bench_attention_work import ONE_RANK, Times, Work, alone, draw_inputs, shared
+from lightning_dcp.commands.bench_attention.cases import Setting
+from lightning_dcp.commands.bench_attention.check import Outcome, errors, reference
+from lightning_dcp.commands.bench_attention.usage import RecordingExchange, Usage, peak_memory
+from lightning_dcp.commands.bench_attention.work import ONE_RANK, Times, Work, alone, draw_inputs, shared
 from lightning_dcp.errors import PeerFailureError
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.exchange import GroupExchange
 from lightning_dcp.parallel.groups import CPGroup
+from lightning_dcp.parallel.links import Link, as_link, hop_seconds
 
 _GRACE_S = 5.0
 """Seconds in which the processes end by themselves."""
@@ -66,6 +67,11 @@ class ProcessRanks:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._end(_GRACE_S if kind is None else 0.0)
+
+    def link(self) -> Link:
+        """The slowest hop, measured."""
+        small, large = (max(seconds) for seconds in zip(*self._call("hop_seconds"), strict=True))
+        return as_link(small, large)
 
     def prepare(self, setting: Setting) -> None:
         """Make the tensors of a setting on every rank."""
@@ -131,6 +137,10 @@ class _Rank:
         self._group = CPGroup(group, tuple(range(size)))
         self._exchange = GroupExchange(self._group, rank, WaitClock())
         self._wanted: Outcome | None = None
+
+    def hop_seconds(self) -> tuple[float, float]:
+        """Of a small and of a large hop."""
+        return hop_seconds(self._exchange, self._device)
 
     def prepare(self, setting: Setting) -> None:
         """Make the tensors of a setting."""

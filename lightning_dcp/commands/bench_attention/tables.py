@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from rich import box
 from rich.table import Table
 
-from lightning_dcp.commands.bench_attention_measure import Row
-from lightning_dcp.commands.bench_attention_work import ONE_RANK
+from lightning_dcp.commands.bench_attention.measure import Row
+from lightning_dcp.commands.bench_attention.work import ONE_RANK
 from lightning_dcp.commands.bench_tables import milliseconds
 
 _PLACE: dict[str, Callable[[Row], str]] = {
@@ -23,14 +23,15 @@ _NUMBERS: dict[str, Callable[[Row], str]] = {
     "backward\nms": lambda row: milliseconds(row.times.backward_s),
     "both\nms": lambda row: milliseconds(row.times.both_s),
     "of\nideal": lambda row: "" if row.scheme == ONE_RANK else f"{row.share:.3f}",
+    "auto\nexpects": lambda row: "" if row.estimate_s is None else _expected(row),
     "sent\nMB": lambda row: f"{row.sent_bytes / 1e6:,.3g}",
     "memory\nMB": lambda row: f"{row.peak_bytes / 1e6:,.4g}",
 }
 
 
-def attention_table(rows: Sequence[Row], title: str) -> Table:
+def attention_table(rows: Sequence[Row]) -> Table:
     """One row for each setting and scheme; what is the same in all of them is left to the title."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     places = [name for name, cell in _PLACE.items() if name in ("pack", "CP") or len(set(map(cell, rows))) > 1]
     for heading in (*places, "scheme"):
         table.add_column(heading, no_wrap=True)
@@ -54,6 +55,10 @@ def same_everywhere(rows: Sequence[Row]) -> str:
     setting = rows[0].setting
     heads = f"{setting.heads} heads of {setting.head_dim} ({setting.kv_heads} key heads)"
     return ", ".join([*(value for each in values if len(each) == 1 for value in each), heads, setting.layout])
+
+
+def _expected(row: Row) -> str:
+    return milliseconds(row.estimate_s or 0.0) + (" picks" if row.is_picked else "")
 
 
 def _error_cell(row: Row) -> str:

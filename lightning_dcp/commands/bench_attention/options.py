@@ -13,7 +13,7 @@ import torch
 
 from lightning_dcp.attention.kernels import KERNELS
 from lightning_dcp.attention.schemes import SCHEMES
-from lightning_dcp.commands.bench_attention_cases import (
+from lightning_dcp.commands.bench_attention.cases import (
     DTYPES,
     Kind,
     Pack,

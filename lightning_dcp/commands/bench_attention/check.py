@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_dcp.attention.kernels.reference import ReferenceKernel
-from lightning_dcp.commands.bench_attention_cases import Setting
-from lightning_dcp.commands.bench_attention_work import ONE_RANK, Inputs, Work, alone
+from lightning_dcp.commands.bench_attention.cases import Setting
+from lightning_dcp.commands.bench_attention.work import ONE_RANK, Inputs, Work, alone
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest error by dtype: some tens of roundings of the numbers that kernels multiply."""
