@@ -218,7 +218,7 @@ def _mixing_problem(name: str, layer: nn.Module) -> Problem:
     return Problem(
         f"layer {name!r} ({type(layer).__name__}) inside a context-parallel region",
         "a layer that mixes tokens, of which a rank holds only a part",
-        "use causal scaled_dot_product_attention instead, or name a region that leaves this layer out",
+        "use scaled_dot_product_attention instead, or name a region that leaves this layer out",
     )
 
 

@@ -77,7 +77,7 @@ class DCPStrategy(DDPStrategy):
             which estimates all three for each pack, group and layer from the cost model, the head counts and the links.
             What it picked is logged, and counted in :class:`~lightning_dcp.RunSummary`.
         attention_kernel: what computes attention on a rank; ``auto`` takes the fastest for device and dtype that is
-            installed: ``flash_attn``, ``cuda_flash``, ``varlen_attn``, ``cpu_flash``, ``reference``.
+            installed: ``flash_attn_3``, ``flash_attn``, ``cuda_flash``, ``varlen_attn``, ``cpu_flash``, ``reference``.
         links: how ``attention="auto"`` knows the speed between ranks: ``measured`` at set-up (rounded; runs may still
             choose differently, and then differ in the last bits), from the ``cost_model``, or ``auto``: measured on
             accelerators unless ``Trainer(deterministic=True)``.
@@ -289,7 +289,7 @@ class DCPStrategy(DDPStrategy):
         """Check the module, find its regions, and bring it and its optimizers to the device."""
         self._regions = checks.check_module(self, self._module, trainer)
         self._planner = self._new_planner()
-        self._attention = self.attention_settings.build(self.cost_model, self.groups, self.root_device)
+        self._attention = self.attention_settings.build(self.cost_model, self.groups, self.root_device, rank_zero_info)
         if self.accelerator is None or self.model is None:
             raise RuntimeError("setup() needs an accelerator and a model; the Trainer provides both")
         self.accelerator.setup(trainer)

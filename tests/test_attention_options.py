@@ -141,6 +141,48 @@ def test_windows_soft_cap_sinks_and_narrow_values(ranks: RankPool, scheme: str) 
         assert_same(ours, alone, 1e-9)
 
 
+class StepByStep(nn.Module):
+    """Says causal only where there is more than one query, as models do that also generate token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCAB, 8), nn.Embedding(64, 8)
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, VOCAB)
+        self.seen: list[int] = []
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        x = self.tokens(input_ids) + self.places(position_ids)
+        q, k, v = self.qkv(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, 1)
+        self.seen.append(q.shape[2])
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+        return self.head(x + mixed.transpose(1, 2).flatten(2))
+
+
+class StepByStepModule(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = StepByStep()  # type: ignore[assignment]
+
+
+def _fit_short(strategy: dict[str, Any] | None) -> dict[str, Any]:
+    recorder, model = Recorder(), StepByStepModule()
+    trainer(strategy=strategy, callbacks=[recorder]).fit(model, loader((7, 3, 2, 5, 6, 4), 1))
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    seen = model.model.seen
+    return {"losses": recorder.losses, "gradients": recorder.gradients, "weights": weights, "logged": {}, "seen": seen}
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses", "auto"])
+def test_samples_of_which_a_rank_has_one_token_or_none(ranks: RankPool, scheme: str) -> None:
+    (alone,) = ranks.run(_fit_short, 1, None)
+    strategy = {"dynamic_context_parallel": False, "context_parallel_size": 4, "attention": scheme}
+    for ours in ranks.run(_fit_short, 4, strategy):
+        assert_same(ours, alone, 1e-9)
+        assert min(ours["seen"]) == 2
+
+
 # --------------------------------------------------------- what is reported
 
 

@@ -85,7 +85,7 @@ WORDS = {
     dropout: ("scaled_dot_product_attention", "dropout_p=0.1"),
     mask: ("scaled_dot_product_attention", "attn_mask is given"),
     by_hand: ("softmax", "softmax over tokens"),
-    cross: ("scaled_dot_product_attention", "5 queries, 10 keys"),
+    cross: ("scaled_dot_product_attention", "the key has 10 tokens, the query 5"),
     convolution: ("conv1d", "conv1d over tokens"),
     roll: ("roll", "roll over tokens"),
     cumsum: ("cumsum", "cumsum over tokens"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dcp.attention.schemes.heads import HeadSplit
 from lightning_dcp.attention.shape import AttentionShape
@@ -22,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 RING_MARGIN = 1.05
 """Another scheme must be better than the ring by this factor: estimates are no more exact, and the ring holds the least."""
-_QUERIES = 2048
-"""Queries that are looked at to see how a pack's work is spread over ranks."""
+_QUERIES = 1 << 14
+"""So many queries at most are looked at to see how a pack's work is spread over ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,17 @@ class SchemeChooser:
     Args:
         cost: of a pack; its attention and hops stand for all layers, of which a call is one.
         links: measured hops by group size; by default those of the cost model.
+        say: is told what is picked, once for each kind of call; by default this module's logger.
 
     Attributes:
         links: as given.
         picked: calls by group size and scheme.
     """
 
-    def __init__(self, cost: CostModel, links: Mapping[int, Link] | None = None) -> None:
-        self._cost, self.links = cost, links
+    def __init__(
+        self, cost: CostModel, links: Mapping[int, Link] | None = None, say: Callable[[str], None] = _log.info
+    ) -> None:
+        self._cost, self.links, self._say = cost, links, say
         self._known: WeakKeyDictionary[CPContext, dict[tuple[AttentionShape, AttentionMask], str]] = WeakKeyDictionary()
         self._told: set[tuple[int, AttentionShape, str]] = set()
         self.picked: Counter[tuple[int, str]] = Counter()
@@ -82,14 +86,9 @@ class SchemeChooser:
         what = context.size, shape, estimate.scheme
         if context.rank == 0 and what not in self._told:
             self._told.add(what)
-            _log.info(
-                "attention of %d query and %d key heads on %d ranks, %d tokens in %d samples: %s",
-                shape.heads,
-                shape.kv_heads,
-                context.size,
-                context.layout.num_tokens,
-                len(context.layout.lengths),
-                estimate,
+            self._say(
+                f"Attention of {shape.heads} query and {shape.kv_heads} key heads on {context.size} ranks, for example "
+                f"{context.layout.num_tokens} tokens in {len(context.layout.lengths)} samples: {estimate}"
             )
 
     def estimate(self, shape: AttentionShape, mask: AttentionMask, context: CPContext) -> Estimate:
@@ -133,13 +132,20 @@ def _pairs(mask: AttentionMask, context: CPContext) -> tuple[float, FloatArray]:
     first, last = mask.bounds(layout.lengths)
     causal = np.asarray(layout.lengths, dtype=np.float64)
     total = float((last - first + 1).sum())
-    queries = np.arange(0, layout.num_tokens, max(1, layout.num_tokens // _QUERIES))
+    queries = _some(layout.num_tokens)
     pairs = np.zeros((c, c))
     for rank in range(c):
         before = np.concatenate([[0], np.cumsum(owner == rank)])
         seen = before[last[queries] + 1] - before[first[queries]]
         pairs[:, rank] = np.bincount(owner[queries], weights=seen, minlength=c)
     return total / float((causal * (causal + 1) / 2).sum()), pairs / pairs.sum()
+
+
+def _some(tokens: int) -> NDArray[np.int64]:
+    """All queries, or one out of each stretch of the pack, at a place that follows no pattern of lengths or chunks."""
+    step = -(-tokens // _QUERIES)
+    stretches = np.arange(tokens // step, dtype=np.int64)
+    return stretches * step + stretches * 40_503 % 65_537 % step
 
 
 def _ring(work: FloatArray, shard: float, shape: AttentionShape, link: Link, overlap: float) -> float:

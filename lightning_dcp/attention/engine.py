@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, scheme: Scheme
     ) -> Tensor:
-        out, saved = scheme.forward(call, q, k, v, sinks)
+        q, k, v = (_by_rows(t) for t in (q, k, v))
+        with _exactly_as_written(call):
+            out, saved = scheme.forward(call, q, k, v, sinks)
         ctx.save_for_backward(*saved, sinks)
         ctx.call, ctx.scheme = call, scheme
         return out
@@ -91,12 +94,22 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Attention modes that are on for the sake of checkpointing need not see each small operation in here.
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), _exactly_as_written(ctx.call):
             *saved, sinks = ctx.saved_tensors
-            dq, dk, dv, dsinks = ctx.scheme.backward(ctx.call, grads[0], tuple(saved), sinks)
+            dq, dk, dv, dsinks = ctx.scheme.backward(ctx.call, _by_rows(grads[0]), tuple(saved), sinks)
             dtype = ctx.call.shape.dtype
             own_dsinks = None if dsinks is None else dsinks.to(sinks.dtype)
             return dq.to(dtype), dk.to(dtype), dv.to(dtype), own_dsinks, None, None
+
+
+def _exactly_as_written(call: AttentionCall) -> AbstractContextManager[None]:
+    """Autocast off: it would round products of what was made float32 on purpose."""
+    return torch.autocast(call.shape.device, enabled=False)
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """The same with the numbers of a head next to each other, as kernels take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _problems(q: Tensor, k: Tensor, v: Tensor, context: CPContext, kind: AttentionKind) -> list[str]:
@@ -117,8 +130,8 @@ def _problems(q: Tensor, k: Tensor, v: Tensor, context: CPContext, kind: Attenti
         )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         problems.append(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
-    if not (q.dtype == k.dtype == v.dtype):
-        problems.append(f"q, k and v must be of one dtype; found {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+        problems.append(f"q, k and v must be of one floating-point dtype; found {q.dtype}, {k.dtype}, {v.dtype}")
     return problems + kind_problems(kind, q.shape[1], len(context.layout.lengths))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_dcp.attention.engine import AttentionKind, context_parallel_attention
@@ -24,7 +27,7 @@ def attention(
     value: Tensor,
     *,
     is_causal: bool | Sequence[bool] = True,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -40,7 +43,7 @@ def attention(
         value: ``[B, H_kv, T, D_v]``.
         is_causal: whether a token sees none that comes after it; one value, or one for each sample in the batch's order.
         window_size: how many tokens a token sees before and after itself, ``(left, right)`` as in flash-attn, -1 for all.
-            A sliding window of n tokens with the token itself is ``(n - 1, 0)``.
+            A sliding window of n tokens with the token itself is ``(n - 1, 0)``. None: no window.
         scale: factor of the scores, 1/sqrt(D) by default.
         softcap: scores are ``softcap * tanh(scores / softcap)``; 0 for none.
         sinks: a learned score of each head that takes weight and gives no value, ``[H]``.
@@ -58,9 +61,9 @@ def attention(
         return handle_torch_function(attention, (query, key, value), query, key, value, **options)
     _refuse(_shape_problems(query, key, value, batch=None), "attention")
     rows, tokens = query.shape[0], query.shape[2]
-    context = make_context(CPGroup(None, (0,)), 0, (tokens,) * rows, device=query.device)
+    context = _rows_as_samples(rows, tokens, query.device)
     q, k, v = (_as_autocast_would(t).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    kind = AttentionKind(_mask(is_causal, window_size), scale, softcap, sinks)
+    kind = AttentionKind(_mask(is_causal, window_size, "attention"), scale, softcap, sinks)
     out = context_parallel_attention(q, k, v, context, kind)
     return out.unflatten(0, (rows, tokens)).transpose(1, 2)
 
@@ -73,14 +76,15 @@ def serve_attention(
     value: Tensor,
     *,
     is_causal: bool | Sequence[bool] = True,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """:func:`attention` inside a region: ``[1, H, T_local, D]`` in, ``[1, H, T_local, D_v]`` out."""
-    _refuse(_shape_problems(query, key, value, batch=1), "attention inside a context-parallel region")
-    kind = AttentionKind(_mask(is_causal, window_size), scale, softcap, sinks)
+    where = "attention inside a context-parallel region"
+    _refuse(_shape_problems(query, key, value, batch=1), where)
+    kind = AttentionKind(_mask(is_causal, window_size, where), scale, softcap, sinks)
     return _over_group(context, options, query, key, value, kind)
 
 
@@ -111,20 +115,43 @@ def serve_scaled_dot_product_attention(
     if query.dim() == key.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
         problems.append(f"{query.shape[1]} query heads on {key.shape[1]} key heads without enable_gqa=True")
     _refuse(problems, "scaled_dot_product_attention inside a context-parallel region")
-    kind = AttentionKind(AttentionMask(is_causal), scale)
+    kind = AttentionKind(AttentionMask(bool(is_causal)), scale)
     return _over_group(context, options, query, key, value, kind)
 
 
-def _mask(is_causal: bool | Sequence[bool], window_size: tuple[int, int]) -> AttentionMask:
-    return AttentionMask(is_causal if isinstance(is_causal, bool) else tuple(is_causal), window_size)
+def _mask(is_causal: bool | Sequence[bool] | Tensor, window_size: Sequence[int] | None, where: str) -> AttentionMask:
+    """The mask, from whatever stands for truth values and whole numbers."""
+    left, right = (-1, -1) if window_size is None else _window(window_size, where)
+    if isinstance(is_causal, Tensor):
+        is_causal = is_causal.tolist()
+    each = tuple(map(bool, is_causal)) if isinstance(is_causal, Sequence) else bool(is_causal)
+    return AttentionMask(each, (left, right))
+
+
+def _window(window_size: Sequence[int], where: str) -> tuple[int, int]:
+    try:
+        left, right = map(operator.index, window_size)
+    except (TypeError, ValueError):
+        _refuse([f"window_size={window_size!r} is not a pair (left, right) of whole numbers"], where)
+        raise
+    return left, right
 
 
 def _over_group(
     context: CPContext, options: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind
 ) -> Tensor:
     q, k, v = (_as_autocast_would(t)[0].transpose(0, 1) for t in (query, key, value))
+    fill = context.num_fill_tokens
+    if fill and len(q) == len(k) == len(v) == context.num_region_tokens:
+        q, k, v = (t[:-fill] for t in (q, k, v))
     out = context_parallel_attention(q, k, v, context, kind, scheme=options.scheme, kernel=options.kernel)
-    return out.transpose(0, 1).unsqueeze(0)
+    return F.pad(out, (0, 0, 0, 0, 0, fill)).transpose(0, 1).unsqueeze(0)
+
+
+@lru_cache(maxsize=16)
+def _rows_as_samples(rows: int, tokens: int, device: torch.device) -> CPContext:
+    """A batch on one rank; kept for the layers of a model, and for batches of one shape."""
+    return make_context(CPGroup(None, (0,)), 0, (tokens,) * rows, device=device)
 
 
 def _shape_problems(query: Tensor, key: Tensor, value: Tensor, *, batch: int | None) -> list[str]:
@@ -133,14 +160,17 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor, *, batch: int | N
         f"the {name} has shape {tuple(x.shape)}, expected {expected}"
         for name, x in (("query", query), ("key", key), ("value", value))
         if x.dim() != 4 or x.shape[0] != (query.shape[0] if batch is None else batch)
+    ] or [
+        f"the {name} has {x.shape[2]} tokens, the query {query.shape[2]} (this is self-attention)"
+        for name, x in (("key", key), ("value", value))
+        if x.shape[2] != query.shape[2]
     ]
 
 
 def _refuse(problems: Sequence[str], where: str) -> None:
     if problems:
-        raise UnsupportedAttentionError(
-            f"{where}: {'; '.join(problems)}. Change the call, or keep this layer out of the region."
-        )
+        remedy = "Change the call, or keep this layer out of the region." if "region" in where else "Change the call."
+        raise UnsupportedAttentionError(f"{where}: {'; '.join(problems)}. {remedy}")
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:

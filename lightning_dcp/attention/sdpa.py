@@ -25,9 +25,9 @@ _SERVED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     attention: serve_attention,
 }
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
-_MIXING = (F.conv1d, F.conv2d, torch.conv1d, torch.conv2d, torch.roll, Tensor.roll, torch.cumsum, Tensor.cumsum)
-"""Functions that mix neighbouring tokens, and those by which attention is written by hand."""
-_WATCHED = (*_BACKWARDS, *_MIXING, F.multi_head_attention_forward, *_SERVED)
+_ALONG_DIM = (torch.roll, Tensor.roll, torch.cumsum, Tensor.cumsum)
+_CONVOLUTIONS = (F.conv1d, F.conv2d, torch.conv1d, torch.conv2d)
+_WATCHED = (*_BACKWARDS, *_ALONG_DIM, *_CONVOLUTIONS, F.multi_head_attention_forward, *_SERVED)
 """Functions that are not simply passed on. Tuples, because older dynamos cannot look a function up in a set."""
 
 
@@ -61,6 +61,26 @@ def _is_attention(tokens: int, args: Sequence[Any], kwargs: Mapping[str, Any], *
     return tokens > 1 and (one_head or scores.dim() > 3 or scores.shape[0] > 1)
 
 
+def _moves_along(tokens: int, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a roll or a sum is along the tokens; the last dimension of more than two is features, however many."""
+    x = args[0] if args else kwargs.get("input")
+    name, place = ("dims", 2) if "roll" in func.__name__ else ("dim", 1)
+    dims = kwargs.get(name, args[place] if len(args) > place else None)
+    if not isinstance(x, Tensor) or dims is None or isinstance(dims, str):
+        return True
+    along = [dim % max(1, x.dim()) for dim in (dims if isinstance(dims, Sequence) else [dims])]
+    return not along or any(x.shape[dim] == tokens and (dim < x.dim() - 1 or x.dim() <= 2) for dim in along)
+
+
+def _convolves(tokens: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a convolution reaches from token to token."""
+    x, weight = (args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(("input", "weight")))
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+        return True
+    sizes = zip(x.shape[2 - weight.dim() :], weight.shape[2:], strict=True)
+    return any(size == tokens and width > 1 for size, width in sizes)
+
+
 class ContextParallelAttention(TorchFunctionMode):
     """While active, ``scaled_dot_product_attention`` and :func:`attention` run over the CP group of one context.
 
@@ -75,14 +95,17 @@ class ContextParallelAttention(TorchFunctionMode):
     Attributes:
         context: the pack whose attention this is.
         options: how it is computed.
+        again: whether this is around a backward: then only attention of layers that checkpointing calls again is served,
+            and nothing is refused that may as well be code outside the region.
         calls: how many attention calls it has served.
         suspects_one_head: whether a softmax over ``[1, T, T]`` is taken for attention by hand.
     """
 
     suspects_one_head = False
 
-    def __init__(self, context: CPContext, options: AttentionOptions = DEFAULT) -> None:
+    def __init__(self, context: CPContext, options: AttentionOptions = DEFAULT, *, again: bool = False) -> None:
         super().__init__()
+        self.again = again
         self.context, self.options = context, options
         self.calls = 0
 
@@ -110,19 +133,29 @@ class ContextParallelAttention(TorchFunctionMode):
             )
         if isinstance(func, HigherOrderOperator) and func.name().startswith(FLEX):
             raise UnsupportedAttentionError(flex_refusal())
-        if func in _MIXING or (
-            func in _SOFTMAX
-            and _is_attention(self.context.num_local_tokens, args, kwargs, one_head=self.suspects_one_head)
-        ):
+        if not self.again and self._mixes_tokens(func, args, kwargs):
             raise UnsupportedAttentionError(
                 f"{getattr(func, '__name__', func)} over tokens inside a context-parallel region, where a rank holds only "
                 "a part of them. Attend by scaled_dot_product_attention, or keep this layer out of the region."
             )
         serve = _SERVED.get(func)
-        if serve is None:
+        if serve is None or (self.again and not self._is_of_region(args, kwargs)):
             return func(*args, **kwargs)
         self.calls += 1
         return serve(self.context, self.options, *args, **kwargs)
+
+    def _mixes_tokens(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        tokens = self.context.num_region_tokens
+        if func in _SOFTMAX:
+            return _is_attention(tokens, args, kwargs, one_head=self.suspects_one_head)
+        if func in _ALONG_DIM:
+            return _moves_along(tokens, func, args, kwargs)
+        return func in _CONVOLUTIONS and _convolves(tokens, args, kwargs)
+
+    def _is_of_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether attention in a backward is a region's: checkpointed layers beside it see other tokens."""
+        query = args[0] if args else kwargs.get("query")
+        return isinstance(query, Tensor) and query.dim() == 4 and query.shape[2] == self.context.num_region_tokens
 
     def _backward(self, tensors: Tensor | Sequence[Tensor], **options: Any) -> None:
         """Run a backward with this mode on: layers that checkpointing calls again in it need their attention served.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,12 +52,14 @@ class AttentionSettings:
             problems.append(Problem(f"links='measured' with attention={self.scheme!r}", "nothing to choose", remedy))
         return problems
 
-    def build(self, cost: CostModel, groups: ParallelGroups, device: torch.device) -> AttentionOptions:
-        """What the run uses. Collective over the plane where links are measured."""
+    def build(
+        self, cost: CostModel, groups: ParallelGroups, device: torch.device, say: Callable[[str], None]
+    ) -> AttentionOptions:
+        """What the run uses; ``say`` is told what is picked. Collective over the plane where links are measured."""
         if self.scheme != AUTO:
             return AttentionOptions(self.scheme, self.kernel)
         measured = measure_links(groups, device) if self._measures(device) else None
-        return AttentionOptions(SchemeChooser(cost, measured), self.kernel)
+        return AttentionOptions(SchemeChooser(cost, measured, say), self.kernel)
 
     def _measures(self, device: torch.device) -> bool:
         if self.links == AUTO:

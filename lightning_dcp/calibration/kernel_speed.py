@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from statistics import mean
 
 import torch
+from torch import Tensor
 
-from lightning_dcp.attention.engine import context_parallel_attention
-from lightning_dcp.attention.shape import AttentionShape
-from lightning_dcp.calibration.record import AttentionCalls
+from lightning_dcp.attention.engine import AttentionKind, context_parallel_attention
+from lightning_dcp.calibration.record import AttentionCalls, RecordedCall
+from lightning_dcp.parallel.blocks import AttentionMask
 from lightning_dcp.parallel.context import CPContext, make_context
 from lightning_dcp.parallel.groups import CPGroup
 
@@ -68,22 +69,25 @@ def _sample_seconds(calls: AttentionCalls, length: int, tokens: int, device: tor
     samples = max(1, min(_MOST_SAMPLES, tokens // length))
     context = make_context(CPGroup(None, (0,)), 0, (length,) * samples, device=device)
     total = 0.0
-    for shape in calls.forward.keys() | calls.backward.keys():
-        forward, backward = _call_seconds(shape, context)
-        total += calls.forward[shape] * forward + calls.backward[shape] * backward
+    for call in calls.forward.keys() | calls.backward.keys():
+        forward, backward = _call_seconds(call, context)
+        total += calls.forward[call] * forward + calls.backward[call] * backward
     return total / samples
 
 
-def _call_seconds(shape: AttentionShape, context: CPContext) -> tuple[float, float]:
+def _call_seconds(call: RecordedCall, context: CPContext) -> tuple[float, float]:
     """Seconds of one forward and one backward call on a pack."""
-    size, device = context.num_local_tokens, context.device
-    widths = (
-        (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)
-    )  # fmt: skip
+    size, device, shape = context.num_local_tokens, context.device, call.shape
+    widths = ((shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim))
     q, k, v = (torch.randn(size, *width, dtype=shape.dtype, device=device).requires_grad_() for width in widths)
-    context_parallel_attention(q, k, v, context)  # index tensors and a cold kernel are no part of the speed
+    kind = AttentionKind(AttentionMask(call.causal, call.window_size), softcap=call.softcap)
+
+    def attend() -> Tensor:
+        return context_parallel_attention(q, k, v, context, kind, kernel=call.kernel)
+
+    attend()  # index tensors and a cold kernel are no part of the speed
     start = _now(device)
-    out = context_parallel_attention(q, k, v, context)
+    out = attend()
     middle = _now(device)
     out.backward(torch.ones_like(out))
     return middle - start, _now(device) - middle

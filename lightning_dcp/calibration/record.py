@@ -15,22 +15,47 @@ from lightning_dcp.attention.shape import AttentionShape
 
 
 @dataclass(frozen=True)
+class RecordedCall:
+    """One attention layer's call, whatever pack it was on.
+
+    Attributes:
+        shape: heads and dtype.
+        causal: whether any sample is causal.
+        window_size: see :class:`~lightning_dcp.parallel.blocks.AttentionMask`.
+        softcap: 0 for none.
+        kernel: by name.
+    """
+
+    shape: AttentionShape
+    causal: bool = True
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    kernel: str = "auto"
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> RecordedCall:
+        """What is kept of a call."""
+        causal = call.mask.causal if isinstance(call.mask.causal, bool) else any(call.mask.causal)
+        return cls(call.shape, causal, call.mask.window_size, call.scores.softcap, call.kernel.name)
+
+
+@dataclass(frozen=True)
 class AttentionCalls:
     """Attention calls of one pack on a group of one rank.
 
     Attributes:
-        forward: calls by shape; twice the layers where a checkpointed layer is called again in backward.
+        forward: calls by kind; twice the layers where a checkpointed layer is called again in backward.
         backward: as ``forward``.
     """
 
-    forward: Counter[AttentionShape] = field(default_factory=Counter)
-    backward: Counter[AttentionShape] = field(default_factory=Counter)
+    forward: Counter[RecordedCall] = field(default_factory=Counter)
+    backward: Counter[RecordedCall] = field(default_factory=Counter)
 
     @property
     def hop_bytes(self) -> float:
         """Bytes that one hop of a ring would carry for each token of a shard, over all calls."""
-        forward = sum(shape.forward_bytes * count for shape, count in self.forward.items())
-        return float(forward + sum(shape.backward_bytes * count for shape, count in self.backward.items()))
+        forward = sum(call.shape.forward_bytes * count for call, count in self.forward.items())
+        return float(forward + sum(call.shape.backward_bytes * count for call, count in self.backward.items()))
 
 
 class _Recorded(Scheme):
@@ -44,11 +69,11 @@ class _Recorded(Scheme):
     def forward(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Saved]:
-        self._calls.forward[call.shape] += 1
+        self._calls.forward[RecordedCall.of(call)] += 1
         return self._scheme.forward(call, q, k, v, sinks)
 
     def backward(self, call: AttentionCall, grad: Tensor, saved: Saved, sinks: Tensor | None) -> Gradients:
-        self._calls.backward[call.shape] += 1
+        self._calls.backward[RecordedCall.of(call)] += 1
         return self._scheme.backward(call, grad, saved, sinks)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lightning_dcp.attention.options import DEFAULT, AttentionOptions
@@ -104,7 +105,7 @@ class Regions:
     @contextmanager
     def backward_of(self, pack: ActivePack) -> Iterator[None]:
         """As :meth:`active`, for a backward: layers that checkpointing calls again find the pack's attention."""
-        with self.active(pack), ContextParallelAttention(pack.context, pack.attention):
+        with self.active(pack), ContextParallelAttention(pack.context, pack.attention, again=True):
             yield
 
     @torch.compiler.disable  # where a compiled step calls a region; the region's own compiled code is not concerned
@@ -157,7 +158,7 @@ def _shard_arguments(
     for argument, value in bound.arguments.items():
         bound.arguments[argument] = pytree.tree_map(partial(_shard_argument, name, argument, pack), value)
     if bound.arguments.get(POSITIONS) is None:
-        bound.arguments[POSITIONS] = pack.context.positions
+        bound.arguments[POSITIONS] = F.pad(pack.context.positions, (0, pack.context.num_fill_tokens))
     return bound.args, bound.kwargs
 
 
@@ -165,7 +166,8 @@ def _shard_argument(name: str, argument: str, pack: ActivePack, value: Any) -> A
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if pack.view.per_token(value):
-        return shard(pack.view.flatten(value), pack.context).unsqueeze(0)
+        whole = pack.view.flatten(value)
+        return _filled(shard(whole, pack.context), whole, pack.context).unsqueeze(0)
     raise RegionError(
         f"region {name!r} was called with a tensor of shape {_shape(value)} (argument {argument!r}); its tensors "
         f"must be per-token, {pack.view.shape_name} for this micro-batch, or scalars. Pass whole samples and shift labels "
@@ -173,12 +175,20 @@ def _shard_argument(name: str, argument: str, pack: ActivePack, value: Any) -> A
     )
 
 
+def _filled(local: Tensor, whole: Tensor, context: CPContext) -> Tensor:
+    """This rank's tokens with fill tokens behind them, which are copies of the pack's first: any valid one will do."""
+    if not context.num_fill_tokens:
+        return local
+    first = whole[:1].detach()
+    return torch.cat([local, first.expand(context.num_fill_tokens, *first.shape[1:])])
+
+
 def _gather_output(name: str, pack: ActivePack, path: pytree.KeyPath, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    local = (1, pack.context.num_local_tokens)
+    local = (1, pack.context.num_region_tokens)
     if tuple(value.shape[:2]) == local:
-        return pack.view.unflatten(gather(value[0], pack.context))
+        return pack.view.unflatten(gather(value[0, : pack.context.num_local_tokens], pack.context))
     raise RegionError(
         f"region {name!r} returned a tensor of shape {_shape(value)} at {pytree.keystr(path) or 'the top'}; it must be "
         f"per-token, {list(local)} and more on this rank, to be gathered. Reduce over tokens outside the region."

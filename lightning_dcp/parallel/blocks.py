@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -115,12 +115,6 @@ class AttentionBlocks:
         return sum(b.q_end - b.q_start for b in self.blocks)
 
     @cached_property
-    def num_pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
-        pairs = ((b.q_end - b.q_start, b.k_end - b.k_start) for b in self.blocks)
-        return sum(n * (n + 1) // 2 if self.causal else n * m for n, m in pairs)
-
-    @cached_property
     def q_index(self) -> Tensor:
         """Query tokens, block after block, each block in the order in which a kernel takes it."""
         return self._index([b.queries for b in self.blocks])
@@ -172,7 +166,7 @@ def attention_blocks(
     Returns:
         The groups of each kind of which there are any, lower triangles first.
     """
-    first, last = mask.bounds(layout.lengths)
+    first, last = _bounds(mask, layout.lengths)
     queries, keys = _pack_index(layout, q_rank), _pack_index(layout, k_rank)
     begins = np.searchsorted(keys, first[queries], side="left")
     ends = np.searchsorted(keys, last[queries], side="right")
@@ -190,6 +184,11 @@ def attention_blocks(
     kind = BlockKind.LOWER if found[BlockKind.LOWER] else BlockKind.FULL
     found[kind] = sorted([*found[kind], *single], key=lambda block: block.q_start)
     return tuple(AttentionBlocks(kind, tuple(of_kind), device) for kind, of_kind in found.items() if of_kind)
+
+
+@lru_cache(maxsize=4)
+def _bounds(mask: AttentionMask, lengths: tuple[int, ...]) -> tuple[Indices, Indices]:
+    return mask.bounds(lengths)  # the same for every hop of a pack
 
 
 def _pack_index(layout: PackLayout, rank: int | None) -> Indices:

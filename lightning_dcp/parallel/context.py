@@ -62,6 +62,20 @@ class CPContext:
         """Position of each local token in its own sample, int64 ``[1, num_local_tokens]``: RoPE's position ids."""
         return self.layout.positions(self.rank).unsqueeze(0).to(self.device)
 
+    @property
+    def num_fill_tokens(self) -> int:
+        """Tokens that a region puts behind those of this rank, so that there are two at least.
+
+        Models take one token for a step of generation and attend otherwise then, and some cannot take none; but what is
+        computed must not depend on how a sample is cut.
+        """
+        return max(0, 2 - self.num_local_tokens) if self.size > 1 else 0
+
+    @property
+    def num_region_tokens(self) -> int:
+        """Tokens that a region's module sees on this rank."""
+        return self.num_local_tokens + self.num_fill_tokens
+
     @cached_property
     def tokens(self) -> list[int]:
         """Tokens of the pack that each rank of the group holds."""

@@ -53,7 +53,7 @@ class Exchange(ABC):
     def reduce_scatter(self, shares: Tensor, tokens: Sequence[int]) -> Tensor:
         """The reverse: ``[sum(tokens), ...]`` on each rank to the sum of this rank's share, ``[tokens[rank], ...]``.
 
-        The ranks' parts are added in the order of the ranks, so that two runs give the same bits.
+        Two runs give the same bits: parts are added in the order of the ranks, or as NCCL does it for a given group.
         """
 
     @abstractmethod

@@ -159,8 +159,15 @@ def build_layout(name: str, lengths: Sequence[int], size: int) -> PackLayout:
     """The layout of a pack by its name in the plan.
 
     Raises:
-        PlanError: no layout of that name.
+        PlanError: no layout of that name, or one that does not hold each token of these samples once, on so many ranks.
     """
     if name not in LAYOUTS:
         raise PlanError(f"unknown layout {name!r}; there are {sorted(LAYOUTS)}")
-    return LAYOUTS[name](lengths, size)
+    layout = LAYOUTS[name](lengths, size)
+    if (layout.lengths, layout.size) != (tuple(lengths), size):
+        raise PlanError(
+            f"layout {name!r} was asked for lengths {tuple(lengths)} on {size} ranks, and is one of lengths "
+            f"{layout.lengths} on {layout.size}"
+        )
+    layout.validate()
+    return layout

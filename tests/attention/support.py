@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Case:
         kernel: a name in ``KERNELS``, or ``auto``.
         scheme: an exchange scheme's name.
         kind: of attention.
-        transposed: whether q, k, v and the gradient of the output are views of heads-first tensors.
+        view: of what q, k, v and the gradient of the output are views, in ``VIEWS``.
     """
 
     inputs: Inputs
@@ -54,7 +54,7 @@ class Case:
     kernel: str = "auto"
     scheme: str = "ring"
     kind: Kind = CAUSAL
-    transposed: bool = False
+    view: str = "contiguous"
 
     def pack_layout(self) -> str | PackLayout:
         lengths = self.inputs.lengths
@@ -73,6 +73,15 @@ class Attended:
     dtypes: frozenset[torch.dtype]
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "heads first": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "numbers apart": lambda t: torch.stack([t, -t], -1)[..., 0],
+    "numbers before tokens": lambda t: t.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+}
+"""The same numbers, otherwise in memory."""
+
+
 Round = dict[int, Case]
 """What groups do at one time, by their first rank; ranks in none of them are idle."""
 
@@ -89,9 +98,7 @@ def local_leaves(inputs: Inputs, context: CPContext) -> tuple[list[Tensor], Tens
 def attend(case: Case, context: CPContext) -> dict[str, Any]:
     """This rank's share of a case, and where it lies in the pack."""
     q, k, v, grad = (t[context.pack_index] for t in make_inputs(case.inputs))
-    if case.transposed:
-        q, k, v, grad = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v, grad))
-        assert not q.is_contiguous() and not grad.is_contiguous()
+    q, k, v, grad = (VIEWS[case.view](t) for t in (q, k, v, grad))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     sinks = make_sinks(case.inputs).requires_grad_() if case.kind.sinks else None
     kind = case.kind.attention_kind(case.inputs, sinks)

@@ -16,6 +16,7 @@ from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.context import CPContext, make_context
+from lightning_dcp.parallel.groups import CPGroup
 from tests.attention.dense import KINDS, Inputs, dense_attention, make_inputs, make_sinks, plain_attention
 from tests.attention.support import (
     SCHEMES,
@@ -233,3 +234,17 @@ def test_only_a_rank_with_others_waits(ranks: RankPool) -> None:
         for alone, together in seconds.values():
             assert alone == 0
             assert together > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"), [("reference", "soft-cap"), ("reference", "sinks"), ("cpu_flash", "sinks")]
+)
+def test_under_autocast_what_was_made_float32_stays_so(kernel: str, kind: str) -> None:
+    inputs = Inputs((64, 13), dtype=torch.bfloat16)
+    case = Case(inputs, 1, kernel=kernel, kind=KINDS[kind])
+    context = make_context(CPGroup(None, (0,)), 0, inputs.lengths)
+    plain = attend(case, context)["arrays"]
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = attend(case, context)["arrays"]
+    for name, array in plain.items():
+        np.testing.assert_array_equal(inside[name], array)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from lightning_dcp.attention.choice import Estimate, SchemeChooser
+from lightning_dcp.attention.choice import _QUERIES, Estimate, SchemeChooser, _pairs, _some
 from lightning_dcp.attention.shape import AttentionShape
 from lightning_dcp.parallel.blocks import AttentionMask
 from lightning_dcp.parallel.context import CPContext, make_context
@@ -116,6 +116,22 @@ def test_the_ring_is_kept_unless_another_is_clearly_better() -> None:
     assert Estimate({**near, "all_gather": 0.5}).scheme == "all_gather"
 
 
+@pytest.mark.parametrize(("lengths", "size"), [((32,) * 2048, 4), ((48,) * 1300, 6), ((80,) * 3000, 8)])
+def test_equal_short_samples_give_every_rank_the_same_work(lengths: tuple[int, ...], size: int) -> None:
+    _, pairs = _pairs(CAUSAL, pack(lengths, size))
+    assert pairs.sum(1) == pytest.approx(1 / size, rel=0.05)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, _QUERIES - 1, _QUERIES, _QUERIES + 1, 3 * _QUERIES + 5])
+def test_the_queries_that_are_looked_at_are_of_the_pack_and_spread_over_it(tokens: int) -> None:
+    queries = _some(tokens)
+    assert len(queries) <= _QUERIES
+    assert queries[0] >= 0 and queries[-1] < tokens
+    assert (np.diff(queries) > 0).all() and np.diff(queries, append=tokens).max() <= 2 * -(
+        -tokens // _QUERIES
+    ) + tokens % 4
+
+
 def test_all_ranks_of_a_group_choose_alike() -> None:
     for lengths in ((13, 700, 64), (1,), (5000, 3)):
         for link in (FAST, SLOW):
@@ -125,16 +141,18 @@ def test_all_ranks_of_a_group_choose_alike() -> None:
             assert len(names) == 1
 
 
-def test_what_was_picked_is_counted_and_logged_once_for_each_kind_of_call(caplog: pytest.LogCaptureFixture) -> None:
-    chooser = SchemeChooser(FREE, {8: SLOW, 2: SLOW})
+def test_what_was_picked_is_counted_and_said_once_for_each_kind_of_call() -> None:
+    messages: list[str] = []
+    chooser = SchemeChooser(FREE, {8: SLOW, 2: SLOW}, messages.append)
     first = pack((8192,), 8)
-    with caplog.at_level(logging.INFO, logger="lightning_dcp"):
-        for context in (first, first, pack((8192,), 8), pack((8192,), 2), pack((8192,), 8, rank=1)):
-            chooser(MANY_HEADS, CAUSAL, context)
+    for context in (first, first, pack((8192,), 8), pack((8192,), 2), pack((8192,), 8, rank=1)):
+        chooser(MANY_HEADS, CAUSAL, context)
     assert chooser.picked == {(8, "ulysses"): 4, (2, "ring"): 1}  # at two ranks the ring sends less
-    messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert "32 query and 8 key heads on 8 ranks, 8192 tokens in 1 samples: ulysses (estimated: ring " in messages[0]
+    assert (
+        "32 query and 8 key heads on 8 ranks, for example 8192 tokens in 1 samples: ulysses (estimated: ring "
+        in messages[0]
+    )
 
 
 def test_a_context_that_is_gone_is_forgotten() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from lightning_dcp.attention import attention
 from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
+from lightning_dcp.errors import UnsupportedAttentionError
 from tests.attention.dense import KINDS, Inputs, Kind, make_inputs, make_sinks, plain_attention
 from tests.attention.support import SCHEMES, join_shares, share_of
 from tests.parallel.support import join_world, own_context, sample_slices
@@ -79,7 +80,9 @@ def test_autocast_acts_as_on_torchs_own_function(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         own, expected = attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert own.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(own, expected)
+    rounded = (t.bfloat16().float() for t in (q, k, v))  # torch computes in bfloat16, we in float32
+    exact = F.scaled_dot_product_attention(*rounded, is_causal=True)
+    torch.testing.assert_close(own, exact.bfloat16(), rtol=2**-7, atol=0)
 
 
 def _inside_a_region() -> list[tuple[dict[str, Any], int]]:
@@ -115,3 +118,26 @@ def test_inside_a_region_the_result_is_that_of_the_whole_batch(ranks: RankPool) 
                 np.testing.assert_allclose(array[where], expected, rtol=0, atol=1e-11, err_msg=f"{scheme} {name}")
         if sinks is not None:
             np.testing.assert_allclose(got["dsinks"], grads[3].numpy(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("flag", [True, 1, np.bool_(True), torch.tensor(True), [True] * 3, torch.ones(3).bool()])
+@pytest.mark.parametrize("window", [None, (-1, -1), [np.int64(20), 0]])
+def test_whatever_stands_for_true_and_for_no_window(flag: Any, window: Any) -> None:
+    leaves, _ = batch()
+    assert torch.equal(attention(*leaves, is_causal=flag, window_size=window), attention(*leaves))
+
+
+@pytest.mark.parametrize("window", [(2.5, 0), 3, (1,), "ab"])
+def test_a_window_that_is_no_pair_of_whole_numbers_is_refused(window: Any) -> None:
+    leaves, _ = batch()
+    with pytest.raises(UnsupportedAttentionError, match="is not a pair") as caught:
+        attention(*leaves, window_size=window)
+    assert str(caught.value).endswith("Change the call.")
+
+
+def test_whole_numbers_and_cross_attention_are_refused() -> None:
+    (q, k, v), _ = batch()
+    with pytest.raises(UnsupportedAttentionError, match="floating-point dtype"):
+        attention(*(t.detach().long() for t in (q, k, v)))
+    with pytest.raises(UnsupportedAttentionError, match="the key has 5 tokens, the query 13"):
+        attention(q, k[:, :, :5], v[:, :, :5])

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from lightning_dcp.attention import context_parallel_attention
+from lightning_dcp.attention import AttentionKind, context_parallel_attention
 from lightning_dcp.attention.schemes import ALONE as ALONES_SCHEME
 from lightning_dcp.attention.schemes import SCHEMES
 from lightning_dcp.attention.shape import AttentionShape
 from lightning_dcp.calibration.kernel_speed import as_efficiency, attention_efficiency, table_lengths
-from lightning_dcp.calibration.record import AttentionCalls, recording
+from lightning_dcp.calibration.record import AttentionCalls, RecordedCall, recording
+from lightning_dcp.parallel.blocks import AttentionMask
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.groups import CPGroup
 from lightning_dcp.schedule import CostModel
@@ -35,7 +36,8 @@ def test_calls_are_recorded_by_shape_and_results_stay_the_same():
     plain.sum().backward()
     assert torch.equal(out, plain)
     assert torch.equal(q.grad, plain_q.grad)
-    wide, narrow = AttentionShape(4, 2, 8, 8, torch.float32), AttentionShape(2, 2, 8, 8, torch.bfloat16)
+    shapes = AttentionShape(4, 2, 8, 8, torch.float32), AttentionShape(2, 2, 8, 8, torch.bfloat16)
+    wide, narrow = (RecordedCall(shape, kernel="cpu_flash") for shape in shapes)
     assert calls.forward == {wide: 1, narrow: 1}
     assert calls.backward == {wide: 1}
 
@@ -43,7 +45,7 @@ def test_calls_are_recorded_by_shape_and_results_stay_the_same():
 def test_bytes_of_a_hop_are_those_of_keys_values_and_their_gradients():
     shape = AttentionShape(4, 2, 8, 8, torch.bfloat16)
     calls = AttentionCalls()
-    calls.forward[shape], calls.backward[shape] = 3, 2
+    calls.forward[RecordedCall(shape)], calls.backward[RecordedCall(shape)] = 3, 2
     numbers = 2 * 2 * 8
     assert calls.hop_bytes == 3 * numbers * 2 + 2 * (numbers * 2 + numbers * 4)
 
@@ -70,7 +72,7 @@ def test_efficiency_is_speed_relative_to_the_best_and_never_falls():
 def test_a_real_kernel_is_slow_on_short_samples():
     calls = AttentionCalls()
     shape = AttentionShape(2, 1, 16, 16, torch.float32)
-    calls.forward[shape] = calls.backward[shape] = 2
+    calls.forward[RecordedCall(shape)] = calls.backward[RecordedCall(shape)] = 2
     table = attention_efficiency(calls, 512, torch.device("cpu"))
     shares = dict(table)
     assert list(shares) == list(table_lengths(512))
@@ -80,3 +82,16 @@ def test_a_real_kernel_is_slow_on_short_samples():
 
 def test_without_attention_the_table_says_full_speed():
     assert attention_efficiency(AttentionCalls(), 512, torch.device("cpu")) == ((1, 1.0),)
+
+
+def test_windows_caps_and_kernels_are_recorded_and_timed_as_they_are():
+    context = make_context(ALONE, 0, (40, 3))
+    q, k, v = (torch.randn(43, 2, 8).requires_grad_() for _ in range(3))
+    kind = AttentionKind(AttentionMask((True, False), (4, 0)), softcap=2.0)
+    with recording() as calls:
+        context_parallel_attention(q, k, v, context, kind, kernel="reference").sum().backward()
+    expected = RecordedCall(AttentionShape(2, 2, 8, 8, torch.float32), True, (4, 0), 2.0, "reference")
+    assert calls.forward == calls.backward == {expected: 1}
+    with recording() as timed:
+        attention_efficiency(calls, 8, torch.device("cpu"))
+    assert timed.forward.keys() == timed.backward.keys() == {expected}

@@ -136,3 +136,28 @@ def test_validate_names_what_is_wrong(fault: str) -> None:
 def test_an_unknown_layout_is_refused_with_those_there_are() -> None:
     with pytest.raises(PlanError, match=r"unknown layout 'diagonal'; there are \['contiguous', 'zigzag'\]"):
         build_layout("diagonal", [8], 2)
+
+
+def test_chunks_in_any_order_make_a_layout_and_neighbours_are_joined() -> None:
+    layout = PackLayout.from_chunks([5, 3], [[(1, 0, 1), (0, 2, 3), (0, 0, 2)], [(1, 1, 3), (0, 3, 5)]])
+    assert layout.ranks == ((Chunk(0, 0, 3), Chunk(1, 0, 1)), (Chunk(0, 3, 5), Chunk(1, 1, 3)))
+
+
+@pytest.mark.parametrize("ranks", [[[(0, 0, 3)], [(0, 2, 5)]], [[(0, 0, 3)], []], [[(0, 0, 6)], []], [[(1, 0, 5)], []]])
+def test_chunks_that_do_not_hold_each_token_once_are_refused(ranks: list[list[tuple[int, int, int]]]) -> None:
+    with pytest.raises(PlanError):
+        PackLayout.from_chunks([5], ranks)
+
+
+WRONG = {
+    "of other samples": lambda lengths, size: build_layout("zigzag", [*lengths, 1], size),
+    "for other ranks": lambda lengths, size: build_layout("zigzag", lengths, size + 1),
+    "with a token twice": lambda lengths, size: PackLayout(tuple(lengths), ((Chunk(0, 0, lengths[0]),),) * size),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_layout_of_ones_own_is_checked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(LAYOUTS, "own", WRONG[name])
+    with pytest.raises(PlanError):
+        build_layout("own", [6], 2)

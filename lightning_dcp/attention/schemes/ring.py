@@ -19,7 +19,7 @@ _KEYS_AND_VALUES, _THEIR_GRADIENTS = 0, 1  # tags of the two kinds of transfer
 
 
 class Ring(Scheme):
-    """c - 1 hops forward; backward as many, and c of the gradients. Never more than two ranks' keys on one rank."""
+    """c - 1 hops forward; backward as many, and c of the gradients. A rank never has more than two others' keys."""
 
     name = "ring"
 

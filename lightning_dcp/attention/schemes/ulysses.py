@@ -55,6 +55,5 @@ class _Keys:
         """The gradient of what :meth:`spread` was given."""
         if self._places is None:
             return x
-        places = torch.tensor(self._places, device=x.device)
-        total = x.new_zeros(len(x), int(places.max()) + 1, x.shape[-1])
-        return total.index_add_(1, places, x)
+        total = x.new_zeros(len(x), self._places[-1] + 1, x.shape[-1])
+        return total.index_add_(1, torch.tensor(self._places, device=x.device), x)

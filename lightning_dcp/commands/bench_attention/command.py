@@ -102,9 +102,9 @@ def bench_attention(
     )
     cost = load_cost_model(cost_model or ("cpu" if sweep.device == "cpu" else "h100"))
     plan, link = Plan(sweep.schemes, repeats, warmup, check, cost), Link(latency, bandwidth)
-    rows, refused = _run(sweep, plan, link)
+    rows, refused, links = _run(sweep, plan, link)
     if json is not None:
-        text = jsonlib.dumps(_values(sweep, plan, link, rows, refused), indent=1)
+        text = jsonlib.dumps(_values(sweep, plan, link, links, rows, refused), indent=1)
         Path(json).write_text(text + "\n", encoding="utf-8")
     console = Console()
     if not console.is_terminal:
@@ -113,24 +113,25 @@ def bench_attention(
     _fail_if_wrong(rows)
 
 
-def _run(sweep: Sweep, plan: Plan, link: Link) -> tuple[list[Row], dict[str, str]]:
-    """All rows, and which combinations are refused."""
+def _run(sweep: Sweep, plan: Plan, link: Link) -> tuple[list[Row], dict[str, str], dict[int, Link]]:
+    """All rows, which combinations are refused, and the link in groups of each size."""
     by_size = {size: sweep.settings(size) for size in sweep.sizes}
     refused = {what: why for _, reasons in by_size.values() for what, why in reasons.items()}
     count = sum(len(settings) for settings, _ in by_size.values())
     if not count:
         raise UnsupportedAttentionError("; ".join(f"{what}: {why}" for what, why in refused.items()))
     rows: list[Row] = []
+    links: dict[int, Link] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=count * plan.runs)
         for size, (settings, _) in by_size.items():
             progress.update(task, description=f"CP {size}: starting")
             with _ranks(size, sweep, link) as group:
-                own_link = group.link()
+                links[size] = group.link()
                 for setting in settings:
                     progress.update(task, description=f"CP {size}: {setting.kind.name} {setting.pack.name}")
-                    rows += measure(group, own_link, setting, plan, lambda runs: progress.advance(task, runs))
-    return rows, refused
+                    rows += measure(group, links[size], setting, plan, lambda runs: progress.advance(task, runs))
+    return rows, refused, links
 
 
 def _ranks(size: int, sweep: Sweep, link: Link) -> Ranks:
@@ -165,13 +166,16 @@ def _way(sweep: Sweep, link: Link) -> str:
     return "ranks are processes, " + ("one GPU each" if sweep.device == "cuda" else "one thread each")
 
 
-def _values(sweep: Sweep, plan: Plan, link: Link, rows: Sequence[Row], refused: dict[str, str]) -> dict[str, Any]:
+def _values(
+    sweep: Sweep, plan: Plan, link: Link, links: dict[int, Link], rows: Sequence[Row], refused: dict[str, str]
+) -> dict[str, Any]:
     """Everything for JSON."""
     return {
         "device": sweep.device,
         "ranks": "processes" if sweep.processes else "played",
         "communication": "measured" if sweep.processes else "modelled",
-        "link": None if sweep.processes else {"latency": link.latency_s, "bandwidth": link.bandwidth},
+        "link": None if sweep.processes else _link_values(link),
+        "measured_links": {str(size): _link_values(own) for size, own in links.items()} if sweep.processes else None,
         "repeats": plan.repeats,
         "warmup": plan.warmup,
         "tolerance": TOLERANCE if plan.check else None,
@@ -179,6 +183,10 @@ def _values(sweep: Sweep, plan: Plan, link: Link, rows: Sequence[Row], refused: 
         "rows": [row.to_dict() for row in rows],
         "refused": refused,
     }
+
+
+def _link_values(link: Link) -> dict[str, float]:
+    return {"latency": link.latency_s, "bandwidth": link.bandwidth}
 
 
 def _fail_if_wrong(rows: Sequence[Row]) -> None:
