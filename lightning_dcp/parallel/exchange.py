@@ -97,9 +97,11 @@ class GroupExchange(Exchange):
         if self.size == 1:
             return local
         padded = _padded(local, max(tokens))
-        received = [torch.empty_like(padded) for _ in tokens]
+        received = padded.new_empty((self.size, *padded.shape))
         with self._clock.waiting():
-            dist.all_gather(received, padded, group=self._group.handle)
+            dist.all_gather(list(received.unbind()), padded, group=self._group.handle)
+        if min(tokens) == max(tokens):
+            return received.flatten(0, 1)
         return torch.cat([share[:count] for share, count in zip(received, tokens, strict=True)])
 
     def reduce_scatter(self, shares: Tensor, tokens: Sequence[int]) -> Tensor:  # noqa: D102

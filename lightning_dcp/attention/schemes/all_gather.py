@@ -29,7 +29,10 @@ class AllGather(Scheme):
         everywhere = q, *_gather(k, v, call.context), out, lse
         blocks = call.blocks(call.context.rank, None)
         dq, dk, dv, dsinks = attend_backward(call, grad, everywhere, sinks, blocks)
-        return dq, *_reduce_scatter(dk, dv, call.context), dsinks
+        del everywhere
+        found = [dk, dv]
+        del dk, dv
+        return dq, *_reduce_scatter(found, call.context), dsinks
 
 
 def _gather(k: Tensor, v: Tensor, context: CPContext) -> tuple[Tensor, Tensor]:
@@ -39,15 +42,26 @@ def _gather(k: Tensor, v: Tensor, context: CPContext) -> tuple[Tensor, Tensor]:
     shares = context.exchange.all_gather(_joined(k, v), context.tokens)
     both = torch.empty_like(shares)
     both[context.gather_index] = shares
-    return _parted(both, k, v)
+    return _parted(both, (k.shape[2], v.shape[2]))
 
 
-def _reduce_scatter(dk: Tensor, dv: Tensor, context: CPContext) -> tuple[Tensor, Tensor]:
-    """The sums over all ranks of the gradients of this rank's keys and values."""
+def _reduce_scatter(found: list[Tensor], context: CPContext) -> tuple[Tensor, Tensor]:
+    """The sums over all ranks of the gradients of this rank's keys and values.
+
+    Args:
+        found: gradients of the whole pack's keys and values; taken out of the list, to be freed before anything is sent.
+        context: group and layout.
+    """
+    dk, dv = found
+    found.clear()
     if context.size == 1:
         return dk, dv
-    shares = _joined(dk, dv)[context.gather_index]
-    return _parted(context.exchange.reduce_scatter(shares, context.tokens), dk, dv)
+    widths = dk.shape[2], dv.shape[2]
+    shares = dk.new_empty((*dk.shape[:2], sum(widths)))
+    for part, place in zip((dk, dv), shares.split(widths, dim=-1), strict=True):
+        place.copy_(part[context.gather_index])
+    del dk, dv, part
+    return _parted(context.exchange.reduce_scatter(shares, context.tokens), widths)
 
 
 def _joined(k: Tensor, v: Tensor) -> Tensor:
@@ -55,6 +69,6 @@ def _joined(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k, v], dim=-1)
 
 
-def _parted(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    parted_k, parted_v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
-    return parted_k, parted_v
+def _parted(both: Tensor, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    k, v = both.split(widths, dim=-1)
+    return k, v
