@@ -21,7 +21,7 @@ from lightning_dcp.errors import ConfigurationError, Problem, RegionError, raise
 from lightning_dcp.models.compiled import COMPILED_CHILD
 from lightning_dcp.models.dry_run import Finding, dry_run
 from lightning_dcp.models.region import Regions, find_regions
-from lightning_dcp.parallel.layout import LAYOUTS
+from lightning_dcp.parallel.layout import LAYOUTS, build_layout
 from lightning_dcp.schedule import CostModel, load_cost_model, preset
 from lightning_dcp.schedule.choice import SchedulerChoice
 
@@ -51,10 +51,23 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
         value = getattr(strategy, name)
         if value not in allowed:
             problems.append(Problem(f"{name}={value!r}", "an unknown value", f"use one of {list(allowed)}"))
+    problems += _layout_problems(strategy.layout)
     if strategy.region_names == []:
         problems.append(Problem("regions=[]", "no region at all", "leave regions out, or name one"))
     problems += strategy.attention_settings.problems()
     return problems + strategy.scheduler_choice.argument_problems()
+
+
+def _layout_problems(name: str) -> list[Problem]:
+    """What is wrong with a layout of the user's own, found on a small pack."""
+    if name not in LAYOUTS:
+        return []  # refused above
+    try:
+        build_layout(name, (7, 1, 40), 2)
+    except Exception as error:
+        remedy = "its function takes lengths and a number of ranks, and returns PackLayout.from_chunks(lengths, chunks)"
+        return [Problem(f"layout={name!r} for samples of 7, 1 and 40 tokens on 2 ranks", repr(error), remedy)]
+    return []
 
 
 def cost_model_of(source: CostModel | str | Path | None) -> tuple[CostModel, list[Problem]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ def main(args: ArgsType = None) -> None:
     try:
         if not isinstance(words, list) or not _own(words):
             _lightning(args)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except (DCPError, ValueError) as error:
         own = cause_of(error)
         if own is None:

@@ -234,6 +234,12 @@ def test_unknown_values_are_refused_all_at_once() -> None:
         assert text in str(caught.value)
 
 
+def test_a_layout_of_ones_own_that_is_none_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(layouts.LAYOUTS, "own", lambda lengths, ranks: PackLayout.from_chunks(lengths, ranks))
+    with pytest.raises(ConfigurationError, match=r"layout='own'[\s\S]*TypeError"):
+        DCPStrategy(layout="own")
+
+
 def test_links_that_nothing_would_look_at_are_not_measured() -> None:
     with pytest.raises(ConfigurationError, match="links='measured' with attention='ring'"):
         DCPStrategy(attention="ring", links="measured")

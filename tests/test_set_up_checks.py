@@ -685,3 +685,37 @@ def test_the_error_reads_as_all_others() -> None:
     text = str(ConfigurationError(checks._attention_problems(regions, set(), AttentionOptions(), True, torch.no_grad)))
     assert text.splitlines()[1].startswith("  1. asked: layer 'net.layers.0' (Layer) inside a context-parallel region")
     assert "    do: Change the call, or keep this layer out of the region" in text
+
+
+class Caching(Stack):
+    """Keeps what it saw in a nested container and a tuple, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(causal)
+        self.cache: dict[str, list[Tensor]] = {"keys": []}
+        self.counts = (torch.zeros(1), [torch.zeros(1)])
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = super().forward(input_ids, position_ids)
+        self.cache["keys"].append(x)
+        self.counts[0].add_(1)
+        self.counts[1][0].add_(1)
+        return x + torch.rand(1, generator=self.generator)
+
+
+def test_what_lies_deep_in_containers_and_generators_are_left_as_they_were() -> None:
+    module = Caching()
+    state = module.generator.get_state()
+    assert dry_run(module).skipped is None
+    assert module.cache == {"keys": []}
+    assert not module.counts[0].any() and not module.counts[1][0].any()
+    assert torch.equal(module.generator.get_state(), state)
+
+
+def leave(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise SystemExit(3)
+
+
+def test_a_module_that_leaves_the_program_is_left_to_its_first_call() -> None:
+    assert "SystemExit: 3" in (dry_run(Stack(leave)).skipped or "")

@@ -112,7 +112,7 @@ class SchemeChooser:
         return self._cost.hop_bytes / carried if self._cost.hop_bytes else 1.0
 
     def _link(self, shape: AttentionShape, size: int) -> Link:
-        if self.links is not None:
+        if self.links is not None and size in self.links:
             return self.links[size]
         nodes = self._cost.ranks_per_node is not None and size > self._cost.ranks_per_node
         latency, _ = self._cost.hop_seconds(spans_nodes=nodes)

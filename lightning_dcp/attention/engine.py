@@ -69,7 +69,7 @@ def context_parallel_attention(
     shape = AttentionShape.of(q, k, v)
     scores = Scores(1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale, kind.softcap)
     chosen = kernel if isinstance(kernel, Kernel) else choose_kernel(shape, scores, kernel)
-    name = scheme if isinstance(scheme, str) else scheme(shape, kind.mask, context)
+    name = scheme(shape, kind.mask, context) if callable(scheme) else scheme
     if name not in SCHEMES:
         raise UnsupportedAttentionError(f"unknown exchange scheme {name!r}; there are {', '.join(SCHEMES)}")
     own = SCHEMES[name if context.size > 1 else ALONE]
@@ -112,6 +112,10 @@ def _by_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LARGEST = torch.finfo(torch.float32).max
+
+
 def _problems(q: Tensor, k: Tensor, v: Tensor, context: CPContext, kind: AttentionKind) -> list[str]:
     expected, problems = context.num_local_tokens, []
     if not (q.dim() == k.dim() == v.dim() == 3):
@@ -130,25 +134,46 @@ def _problems(q: Tensor, k: Tensor, v: Tensor, context: CPContext, kind: Attenti
         )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         problems.append(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
-    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
-        problems.append(f"q, k and v must be of one floating-point dtype; found {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        problems.append(f"q, k and v must be of one dtype of {names}; found {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.shape[2] or not v.shape[2]:
+        problems.append("heads of width 0")
+    if isinstance(kind.sinks, Tensor) and kind.sinks.device != q.device:
+        problems.append(f"sinks on {kind.sinks.device}, queries on {q.device}")
     return problems + kind_problems(kind, q.shape[1], len(context.layout.lengths))
 
 
 def kind_problems(kind: AttentionKind, heads: int, samples: int | None = None) -> list[str]:
     """What is wrong with a kind of attention for layers with these heads (and a pack of these samples)."""
-    problems = []
+    problems = _type_problems(kind)
+    if problems:
+        return problems
     mask = kind.mask
     if samples is not None and isinstance(mask.causal, tuple) and len(mask.causal) != samples:
         problems.append(f"causal or not is given for {len(mask.causal)} samples; the pack has {samples}")
     if len(mask.window_size) != 2 or any(size < -1 for size in mask.window_size):
         problems.append(f"window_size={mask.window_size} is not (left, right) of -1 (all) or more tokens")
-    if not math.isfinite(kind.softcap) or kind.softcap < 0:
+    if not 0 <= kind.softcap <= _LARGEST:
         problems.append(f"softcap={kind.softcap} is not a number of 0 (none) or more")
     if kind.scale is not None and not math.isfinite(kind.scale):
         problems.append(f"scale={kind.scale} is not a finite number")
     if kind.sinks is not None and tuple(kind.sinks.shape) != (heads,):
         problems.append(f"sinks of shape {tuple(kind.sinks.shape)}; expected one for each of the {heads} query heads")
+    return problems
+
+
+def _type_problems(kind: AttentionKind) -> list[str]:
+    problems = []
+    for name, value in (("scale", kind.scale), ("softcap", kind.softcap)):
+        if isinstance(value, Tensor):
+            problems.append(
+                f"{name} is a tensor, which would get no gradient (for a learned scale multiply the query by it)"
+            )
+        elif value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            problems.append(f"{name}={value!r} is not a number")
+    if kind.sinks is not None and not isinstance(kind.sinks, Tensor):
+        problems.append(f"sinks are {type(kind.sinks).__name__}, not a tensor [heads]")
     return problems
 
 

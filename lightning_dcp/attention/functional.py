@@ -29,8 +29,9 @@ def attention(
     is_causal: bool | Sequence[bool] = True,
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Self-attention with sliding window, soft-cap and sinks, for models that need more than torch's own function.
 
@@ -45,8 +46,9 @@ def attention(
         window_size: how many tokens a token sees before and after itself, ``(left, right)`` as in flash-attn, -1 for all.
             A sliding window of n tokens with the token itself is ``(n - 1, 0)``. None: no window.
         scale: factor of the scores, 1/sqrt(D) by default.
-        softcap: scores are ``softcap * tanh(scores / softcap)``; 0 for none.
+        softcap: scores are ``softcap * tanh(scores / softcap)``; None or 0 for none.
         sinks: a learned score of each head that takes weight and gives no value, ``[H]``.
+        dropout_p: must be 0: a score's dropout would depend on which rank computes it.
 
     Returns:
         ``[B, H, T, D_v]``.
@@ -57,13 +59,13 @@ def attention(
     if has_torch_function((query, key, value)):
         # A region's mode takes it from here: serve_attention below.
         options: dict[str, Any] = {"is_causal": is_causal, "window_size": window_size, "scale": scale}
-        options |= {"softcap": softcap, "sinks": sinks}
+        options |= {"softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
         return handle_torch_function(attention, (query, key, value), query, key, value, **options)
-    _refuse(_shape_problems(query, key, value, batch=None), "attention")
+    _refuse(_dropout_problems(dropout_p) + _shape_problems(query, key, value, batch=None), "attention")
     rows, tokens = query.shape[0], query.shape[2]
     context = _rows_as_samples(rows, tokens, query.device)
     q, k, v = (_as_autocast_would(t).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    kind = AttentionKind(_mask(is_causal, window_size, "attention"), scale, softcap, sinks)
+    kind = AttentionKind(_mask(is_causal, window_size, "attention"), scale, _or_none(softcap), sinks)
     out = context_parallel_attention(q, k, v, context, kind)
     return out.unflatten(0, (rows, tokens)).transpose(1, 2)
 
@@ -78,13 +80,14 @@ def serve_attention(
     is_causal: bool | Sequence[bool] = True,
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """:func:`attention` inside a region: ``[1, H, T_local, D]`` in, ``[1, H, T_local, D_v]`` out."""
     where = "attention inside a context-parallel region"
-    _refuse(_shape_problems(query, key, value, batch=1), where)
-    kind = AttentionKind(_mask(is_causal, window_size, where), scale, softcap, sinks)
+    _refuse(_dropout_problems(dropout_p) + _shape_problems(query, key, value, batch=1), where)
+    kind = AttentionKind(_mask(is_causal, window_size, where), scale, _or_none(softcap), sinks)
     return _over_group(context, options, query, key, value, kind)
 
 
@@ -107,11 +110,7 @@ def serve_scaled_dot_product_attention(
             "attn_mask is given (sample borders are kept without a mask, and a rank holds only a part of the tokens; for a "
             "sliding window call lightning_dcp.attention.attention(..., window_size=...))"
         )
-    if dropout_p:
-        problems.append(
-            f"dropout_p={dropout_p} (a score's dropout would depend on which rank computes it; drop activations instead)"
-        )
-    problems += _shape_problems(query, key, value, batch=1)
+    problems += _dropout_problems(dropout_p) + _shape_problems(query, key, value, batch=1)
     if query.dim() == key.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
         problems.append(f"{query.shape[1]} query heads on {key.shape[1]} key heads without enable_gqa=True")
     _refuse(problems, "scaled_dot_product_attention inside a context-parallel region")
@@ -124,8 +123,14 @@ def _mask(is_causal: bool | Sequence[bool] | Tensor, window_size: Sequence[int] 
     left, right = (-1, -1) if window_size is None else _window(window_size, where)
     if isinstance(is_causal, Tensor):
         is_causal = is_causal.tolist()
+    if is_causal is None or isinstance(is_causal, str):
+        _refuse([f"is_causal={is_causal!r} is neither True nor False nor a list of them"], where)
     each = tuple(map(bool, is_causal)) if isinstance(is_causal, Sequence) else bool(is_causal)
     return AttentionMask(each, (left, right))
+
+
+def _or_none(softcap: float | None) -> float:
+    return 0.0 if softcap is None else softcap
 
 
 def _window(window_size: Sequence[int], where: str) -> tuple[int, int]:
@@ -152,6 +157,11 @@ def _over_group(
 def _rows_as_samples(rows: int, tokens: int, device: torch.device) -> CPContext:
     """A batch on one rank; kept for the layers of a model, and for batches of one shape."""
     return make_context(CPGroup(None, (0,)), 0, (tokens,) * rows, device=device)
+
+
+def _dropout_problems(dropout_p: float) -> list[str]:
+    reason = "a score's dropout would depend on which rank computes it; drop activations instead"
+    return [f"dropout_p={dropout_p} ({reason})"] if dropout_p else []
 
 
 def _shape_problems(query: Tensor, key: Tensor, value: Tensor, *, batch: int | None) -> list[str]:

@@ -24,9 +24,19 @@ _SERVED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: serve_scaled_dot_product_attention,
     attention: serve_attention,
 }
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
-_ALONG_DIM = (torch.roll, Tensor.roll, torch.cumsum, Tensor.cumsum)
-_CONVOLUTIONS = (F.conv1d, F.conv2d, torch.conv1d, torch.conv2d)
+Functions = tuple[Callable[..., Any], ...]
+_SOFTMAX: Functions = (
+    *(F.softmax, torch.softmax, Tensor.softmax, F.softmin),
+    *(F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+)
+_ALONG_DIM: Functions = (
+    *(torch.roll, Tensor.roll, torch.cumsum, Tensor.cumsum, Tensor.cumsum_, torch.cumprod, Tensor.cumprod),
+    *(torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin, torch.logcumsumexp, Tensor.logcumsumexp),
+)
+_CONVOLUTIONS: Functions = (
+    *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d),
+    *(torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d),
+)
 _WATCHED = (*_BACKWARDS, *_ALONG_DIM, *_CONVOLUTIONS, F.multi_head_attention_forward, *_SERVED)
 """Functions that are not simply passed on. Tuples, because older dynamos cannot look a function up in a set."""
 

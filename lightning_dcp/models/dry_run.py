@@ -91,7 +91,7 @@ def dry_run(
     for number, tokens in enumerate(LENGTHS):
         try:
             runs.append(_findings(region, tokens, number, options, training, forward_context))
-        except Exception as error:  # the module's own, with inputs that it was not made for
+        except (Exception, SystemExit) as error:  # the module's own, with inputs that it was not made for
             return DryRun(skipped=f"a call with {tokens} made-up tokens failed: {type(error).__name__}: {error}")
         if not runs[-1]:
             return DryRun()

@@ -22,6 +22,8 @@ from lightning_dcp.parallel.randomness import seeded
 SMALL = 2**20
 """Bytes up to which tensors that are no parameters are copied beforehand; larger ones when something writes to them."""
 
+_OWN_TABLES = ("_parameters", "_buffers", "_modules")
+"""Attributes in which torch keeps a layer's parts."""
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
@@ -30,7 +32,8 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Call a module inside; afterwards it, its tensors and all random streams are as before.
 
     Kept are: parameters, buffers and other tensors of the module, attributes of it and its layers (with the content of
-    lists, dicts and sets), the random streams of torch, numpy and Python, and the autocast cache. Inside, nothing is
+    lists, tuples, dicts and sets in them, generators included; not what objects of other classes hold), the random
+    streams of torch, numpy and Python, and the autocast cache. Inside, nothing is
     recorded for a backward, no warning is shown, compiled parts run as they were written, and hooks are not called but
     those of ``torch.nn`` itself: these make weights (weight norm, pruning), while a user's hook looks at activations and
     would take the made-up ones for real.
@@ -60,13 +63,15 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     layers = list(module.modules())
     before = [(layer, layer.training, dict(vars(layer))) for layer in layers]
-    contents = [
-        (value, value.copy()) for _, _, names in before for value in names.values() if type(value) in _CONTAINERS
-    ]
+    held = list(_held(value for _, _, names in before for value in names.values()))
+    contents = [(value, value.copy()) for value in held if type(value) in _CONTAINERS]
     contents += [(hooks, hooks.copy()) for hooks in _global_hooks()]
+    streams = [(value, value.get_state()) for value in held if isinstance(value, torch.Generator)]
     try:
         yield
     finally:
+        for stream, state in streams:
+            stream.set_state(state)
         for container, content in contents:
             _refill(container, content)
         for layer, training, names in before:
@@ -75,6 +80,17 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
                 del own[name]
             own.update(names)
             layer.training = training  # not among the attributes of a scripted module
+
+
+def _held(values: Iterable[Any], seen: set[int] | None = None) -> Iterator[Any]:
+    """Values, and what lies in them where they are containers, however deep; each once."""
+    seen = set() if seen is None else seen
+    for value in values:
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            if type(value) in _CONTAINERS or type(value) is tuple:
+                yield from _held(value.values() if isinstance(value, dict) else value, seen)
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -106,7 +122,8 @@ def _is_torchs_own(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _tensors_kept(module: nn.Module) -> Iterator[None]:
-    others = [value for layer in module.modules() for value in vars(layer).values() if isinstance(value, Tensor)]
+    values = (value for layer in module.modules() for name, value in vars(layer).items() if name not in _OWN_TABLES)
+    others = [value for value in _held(values) if isinstance(value, Tensor)]
     writes = _WatchedWrites([*module.parameters(), *module.buffers(), *others])
     for tensor in (*module.buffers(), *others):
         if tensor.untyped_storage().nbytes() <= SMALL:

@@ -42,7 +42,8 @@ class AttentionMask:
         ends = np.repeat(np.cumsum(tokens), tokens)
         starts = ends - np.repeat(tokens, tokens)
         at = np.arange(len(ends), dtype=np.int64)
-        left, right = self.window_size
+        longest = int(tokens.max(initial=0))
+        left, right = (min(size, longest) for size in self.window_size)
         first = starts if left < 0 else np.maximum(starts, at - left)
         last = ends - 1 if right < 0 else np.minimum(ends - 1, at + right)
         causal = self.causal if isinstance(self.causal, bool) else np.repeat(np.asarray(self.causal), tokens)
@@ -166,14 +167,13 @@ def attention_blocks(
     Returns:
         The groups of each kind of which there are any, lower triangles first.
     """
-    first, last = _bounds(mask, layout.lengths)
+    first, last, sample_of = _whole_pack(mask, layout.lengths)
     queries, keys = _pack_index(layout, q_rank), _pack_index(layout, k_rank)
     begins = np.searchsorted(keys, first[queries], side="left")
     ends = np.searchsorted(keys, last[queries], side="right")
     found: dict[BlockKind, list[AttentionBlock]] = {BlockKind.LOWER: [], BlockKind.FULL: [], BlockKind.UPPER: []}
     single = []
-    sample = np.repeat(np.arange(len(layout.lengths)), layout.lengths)[queries]
-    for start, stop in _stretches(begins, ends, sample):
+    for start, stop in _stretches(begins, ends, sample_of[queries]):
         blocks = [(kind, block) for kind, block in _stretch_blocks(begins, ends, start, stop) if not block.is_empty]
         if len(blocks) == 1 and blocks[0][1].is_pair:
             single.append(blocks[0][1])
@@ -187,8 +187,9 @@ def attention_blocks(
 
 
 @lru_cache(maxsize=4)
-def _bounds(mask: AttentionMask, lengths: tuple[int, ...]) -> tuple[Indices, Indices]:
-    return mask.bounds(lengths)  # the same for every hop of a pack
+def _whole_pack(mask: AttentionMask, lengths: tuple[int, ...]) -> tuple[Indices, Indices, Indices]:
+    """The first and the last token that each token sees, and its sample; the same for every hop of a pack."""
+    return *mask.bounds(lengths), np.repeat(np.arange(len(lengths)), lengths)
 
 
 def _pack_index(layout: PackLayout, rank: int | None) -> Indices:

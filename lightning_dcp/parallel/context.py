@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from lightning_dcp.errors import PlanError
 from lightning_dcp.parallel.blocks import AttentionBlocks, AttentionMask, attention_blocks
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.exchange import Exchange, GroupExchange
@@ -118,7 +119,15 @@ def make_context(
         device: where the pack's tensors lie.
         clock: where waiting is counted.
         exchange: communication inside the group, by default that of its process group.
+
+    Raises:
+        PlanError: no tokens, or a layout for other samples or another number of ranks.
     """
     chosen = _layout(layout, tuple(lengths), group.size) if isinstance(layout, str) else layout
+    if (chosen.lengths, chosen.size) != (tuple(lengths), group.size) or not chosen.num_tokens:
+        raise PlanError(
+            f"a pack of samples of {tuple(lengths)} tokens on {group.size} ranks, with a layout of {chosen.lengths} on "
+            f"{chosen.size}: both must be the same, and hold a token"
+        )
     ways = exchange or GroupExchange(group, rank, clock or WaitClock())
     return CPContext(group, rank, chosen, torch.device(device), ways)

@@ -72,10 +72,16 @@ class PackLayout:
         return [0, *accumulate(self.lengths)]
 
     def pack_index(self, rank: int) -> Tensor:
-        """Where each local token of a rank lies in the pack, int64 ``[tokens(rank)]``."""
-        starts = self._sample_starts
-        spans = [np.arange(starts[c.sample] + c.start, starts[c.sample] + c.end) for c in self.ranks[rank]]
-        return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *spans]))
+        """Where each local token of a rank lies in the pack, int64 ``[tokens(rank)]``; worked out once."""
+        if rank not in self._pack_indices:
+            starts = self._sample_starts
+            spans = [np.arange(starts[c.sample] + c.start, starts[c.sample] + c.end) for c in self.ranks[rank]]
+            self._pack_indices[rank] = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *spans]))
+        return self._pack_indices[rank]
+
+    @cached_property
+    def _pack_indices(self) -> dict[int, Tensor]:
+        return {}
 
     def positions(self, rank: int) -> Tensor:
         """Position of each local token in its own sample, int64 ``[tokens(rank)]``."""

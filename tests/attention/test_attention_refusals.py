@@ -89,7 +89,7 @@ def test_all_problems_are_in_one_message(context: CPContext) -> None:
         "8 queries, 9 keys and 8 values",
         "heads differ",
         "4 query heads are no multiple of 3 key heads",
-        "q, k and v must be of one floating-point dtype",
+        "q, k and v must be of one dtype of float64, float32, bfloat16, float16",
         "causal or not is given for 1 samples",
         "window_size=(-5, 0)",
         "softcap=-2.0",

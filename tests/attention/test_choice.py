@@ -159,3 +159,9 @@ def test_a_context_that_is_gone_is_forgotten() -> None:
     chooser = SchemeChooser(FREE, {2: FAST})
     chooser(MANY_HEADS, CAUSAL, pack((64,), 2))
     assert not len(chooser._known)
+
+
+def test_a_size_that_was_not_measured_is_estimated_by_the_cost_model() -> None:
+    context = pack((8192,), 4)
+    unmeasured = SchemeChooser(FREE, {2: SLOW}).estimate(MANY_HEADS, CAUSAL, context)
+    assert unmeasured == SchemeChooser(FREE).estimate(MANY_HEADS, CAUSAL, context)

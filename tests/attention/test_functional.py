@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,50 @@ def test_a_window_that_is_no_pair_of_whole_numbers_is_refused(window: Any) -> No
 
 def test_whole_numbers_and_cross_attention_are_refused() -> None:
     (q, k, v), _ = batch()
-    with pytest.raises(UnsupportedAttentionError, match="floating-point dtype"):
+    with pytest.raises(UnsupportedAttentionError, match="of one dtype of float64, float32"):
         attention(*(t.detach().long() for t in (q, k, v)))
     with pytest.raises(UnsupportedAttentionError, match="the key has 5 tokens, the query 13"):
         attention(q, k[:, :, :5], v[:, :, :5])
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, -0.3])
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_scales_that_flash_kernels_cannot_take(scale: float, window: Any) -> None:
+    leaves, grad = batch()
+    own = attention(*leaves, scale=scale, window_size=window)
+    mask = torch.ones(13, 13).tril().bool() if window is None else torch.ones(13, 13).tril().triu(-3).bool()
+    q, k, v = (t.repeat_interleave(4 // t.shape[1], 1) for t in leaves)
+    expected = ((scale * q @ k.mT).masked_fill(~mask, -torch.inf)).softmax(-1) @ v
+    torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
+    for one, other in zip(
+        torch.autograd.grad(own, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [(sys.maxsize, sys.maxsize), (2**70, 0)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_wider_than_any_sample_is_no_window(window: tuple[int, int], causal: bool) -> None:
+    leaves, _ = batch()
+    right = window[1] if causal else sys.maxsize
+    assert torch.equal(
+        attention(*leaves, is_causal=causal, window_size=(window[0], right)), attention(*leaves, is_causal=causal)
+    )
+
+
+REFUSED = {
+    "scale is a tensor": {"scale": torch.tensor(0.5, requires_grad=True)},
+    "softcap is a tensor": {"softcap": torch.tensor(2.0)},
+    "scale='a' is not a number": {"scale": "a"},
+    "softcap=1e\\+39": {"softcap": 1e39},
+    "sinks are list": {"sinks": [1.0, 2.0]},
+    "dropout_p=0.1 ": {"dropout_p": 0.1},
+    "is_causal=None": {"is_causal": None},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_values_of_other_types_are_refused_by_name(words: str) -> None:
+    leaves, _ = batch()
+    with pytest.raises(UnsupportedAttentionError, match=words):
+        attention(*leaves, **REFUSED[words])

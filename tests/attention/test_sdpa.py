@@ -219,6 +219,9 @@ def test_what_stays_inside_a_token_is_let_through(context: CPContext, name: str)
 ALONG_TOKENS = {
     "cumsum": lambda x: (x[..., 0] > 0).cumsum(-1),
     "roll": lambda x: x.roll(1),
+    "cumprod": lambda x: x.cumprod(1),
+    "logcumsumexp": lambda x: torch.logcumsumexp(x, dim=1),
+    "log_softmax": lambda x: (x.unsqueeze(1) @ x.unsqueeze(1).mT).log_softmax(-1).exp() @ x.unsqueeze(1),
     "conv1d": lambda x: F.conv1d(input=x.mT, weight=torch.ones(8, 8, 3), padding=1),
 }
 

@@ -122,12 +122,14 @@ def test_played_ranks_give_a_table_and_json_with_every_number(tmp_path, capsys):
 
 def test_processes_give_a_table_and_json_with_every_number(tmp_path, capsys):
     path = tmp_path / "attention.json"
-    bench_attention([PACK], cp_sizes=[2], check=True, json=str(path), **TINY)
+    kinds = ["causal", "window:4+sinks"]
+    bench_attention([PACK], cp_sizes=[2], check=True, kinds=kinds, json=str(path), **TINY)
     values = json.loads(path.read_text())
     assert values["ranks"] == "processes"
     assert values["communication"] == "measured"
     assert values["link"] is None
-    check_rows(values, (2,))
+    assert values["measured_links"]["2"]["bandwidth"] > 0
+    check_rows({**values, "rows": [row for row in values["rows"] if row["kind"] == "causal"]}, (2,))
     assert "one thread each" in capsys.readouterr().out
 
 
@@ -506,3 +508,15 @@ def test_no_process_outlives_the_command(how):
     while session(command.pid) and time.monotonic() < deadline + 30:
         time.sleep(0.2)
     assert not session(command.pid)
+
+
+@pytest.mark.parametrize(("lengths", "kind"), [("1", "causal"), ("64", "window:1"), ("1,1,9", "bidirectional")])
+def test_gradients_that_are_nothing_but_rounding_are_not_wrong(lengths, kind):
+    bench_attention([lengths], cp_sizes=[2], ranks="played", check=True, kinds=[kind], dtypes=["float32"], heads=8,
+                    kv_heads=8, head_dim=64, device="cpu", repeats=1)  # fmt: skip
+
+
+def test_a_wrong_cost_model_is_named_with_all_other_problems():
+    with pytest.raises(ConfigurationError) as caught:
+        bench_attention([PACK], repeats=0, cost_model="nope", device="cpu")
+    assert len(caught.value.problems) == 2

@@ -161,3 +161,10 @@ def test_a_layout_of_ones_own_is_checked(monkeypatch: pytest.MonkeyPatch, name: 
     monkeypatch.setitem(LAYOUTS, "own", WRONG[name])
     with pytest.raises(PlanError):
         build_layout("own", [6], 2)
+
+
+@pytest.mark.parametrize(("lengths", "size"), [((9,), 2), ((8,), 3), ((8, 1), 2), ((), 2)])
+def test_a_layout_for_another_pack_is_refused(lengths: tuple[int, ...], size: int) -> None:
+    layout = PackLayout((), ((), ())) if not lengths else build_layout("zigzag", [8], 2)
+    with pytest.raises(PlanError):
+        make_context(CPGroup(None, tuple(range(size))), 0, lengths, layout=layout)

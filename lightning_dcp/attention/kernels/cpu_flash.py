@@ -30,6 +30,8 @@ class CPUFlashKernel(Kernel):
             return f"it runs on CPU, not on {shape.device}"
         if shape.dtype not in _DTYPES:
             return f"it has no {shape.dtype}"
+        if scores.scale <= 0:
+            return "it takes scales above 0 only"  # it hides scores before it scales them
         return "it has no soft-cap" if scores.softcap else None
 
     def forward(  # noqa: D102

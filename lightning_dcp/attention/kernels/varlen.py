@@ -76,6 +76,8 @@ class VarlenKernel(Kernel):
             return f"it has no {shape.dtype}"
         if common_width(shape) > self.max_head_dim:
             return f"its heads are at most {self.max_head_dim} wide"
+        if scores.scale <= 0:
+            return "it takes scales above 0 only"
         if scores.softcap and not self.has_softcap:
             return "it has no soft-cap"
         return self.missing()

@@ -53,7 +53,8 @@ def errors(found: Outcome, wanted: Outcome, index: Tensor) -> dict[str, float]:
         wanted: of the whole pack.
         index: where these tokens lie in the pack, ascending.
     """
-    return {name: _error(found.tensors[name], whole, index) for name, whole in wanted.tensors.items()}
+    usual = max(float(_squares(whole).mean()) for whole in wanted.tensors.values())
+    return {name: _error(found.tensors[name], whole, index, usual) for name, whole in wanted.tensors.items()}
 
 
 def sink_error(parts: Sequence[Tensor], wanted: Tensor) -> float:
@@ -62,14 +63,18 @@ def sink_error(parts: Sequence[Tensor], wanted: Tensor) -> float:
     return float((total - wanted).norm() / wanted.norm())
 
 
-def _error(found: Tensor, whole: Tensor, index: Tensor) -> float:
+def _error(found: Tensor, whole: Tensor, index: Tensor, usual: float) -> float:
+    """``usual`` is the mean square of the largest of all tensors."""
     if not len(index):
         return 0.0
     wanted = whole[index]
     stretches, where = (index // _STRETCH).unique_consecutive(return_inverse=True)
     off = wanted.new_zeros(len(stretches)).index_add_(0, where, _squares(found.to(wanted.dtype) - wanted))
     size = wanted.new_zeros(len(stretches)).index_add_(0, where, _squares(wanted))
-    least = _NEGLIGIBLE**2 * _squares(whole).mean() * where.bincount() + torch.finfo(whole.dtype).tiny
+    mean = float(_squares(whole).mean())
+    # where every token sees one key, gradients of queries and keys are nothing but rounding of usual numbers
+    least = (usual if mean < _NEGLIGIBLE**2 * usual else _NEGLIGIBLE**2 * mean) * where.bincount()
+    least = least.to(whole.dtype) + torch.finfo(whole.dtype).tiny
     return float((off / torch.maximum(size, least)).max().sqrt())
 
 

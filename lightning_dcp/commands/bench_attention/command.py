@@ -12,14 +12,16 @@ from rich.progress import Progress
 
 from lightning_dcp.commands.bench_attention.check import TOLERANCE
 from lightning_dcp.commands.bench_attention.measure import Plan, Ranks, Row, measure
-from lightning_dcp.commands.bench_attention.options import Sweep, number_problems, read_sweep
+from lightning_dcp.commands.bench_attention.options import Sweep, number_problems, read_sweep, usable_cores
 from lightning_dcp.commands.bench_attention.played import PlayedRanks
 from lightning_dcp.commands.bench_attention.processes import ProcessRanks
 from lightning_dcp.commands.bench_attention.tables import attention_table, same_everywhere
-from lightning_dcp.errors import DCPError, UnsupportedAttentionError
+from lightning_dcp.errors import ConfigurationError, DCPError, Problem, UnsupportedAttentionError
 from lightning_dcp.parallel.links import Link
 from lightning_dcp.report.figure import folder_problems
+from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.cost_file import load_cost_model
+from lightning_dcp.schedule.hardware import preset
 
 Device = Literal["auto", "cpu", "cuda"]
 Way = Literal["auto", "processes", "played"]
@@ -34,7 +36,7 @@ def bench_attention(
     dtypes: list[str] | None = None,
     kinds: list[str] | None = None,
     heads: int = 8,
-    kv_heads: int = 8,
+    kv_heads: int | None = None,
     head_dim: int = 64,
     layout: str = "zigzag",
     repeats: int = 5,
@@ -62,7 +64,7 @@ def bench_attention(
         kinds: causal, bidirectional, window:N (N tokens with the token itself), softcap:X, sinks, or several joined by
             "+" such as window:128+sinks; by default causal.
         heads: query heads.
-        kv_heads: key and value heads.
+        kv_heads: key and value heads; by default as many as query heads.
         head_dim: width of a head.
         layout: how tokens lie on ranks: zigzag or contiguous.
         repeats: timed rounds; medians over them are shown.
@@ -87,6 +89,7 @@ def bench_attention(
     others = number_problems(repeats, warmup, latency, bandwidth) + (
         [] if json is None else folder_problems(json, "--json")
     )
+    cost, wrong = _cost_model(cost_model)
     sweep = read_sweep(
         lengths=lengths,
         cp_sizes=cp_sizes,
@@ -94,13 +97,13 @@ def bench_attention(
         kernels=kernels,
         dtypes=dtypes,
         kinds=kinds,
-        heads=(heads, kv_heads, head_dim),
+        heads=(heads, heads if kv_heads is None else kv_heads, head_dim),
         layout=layout,
         ranks=ranks,
         device=device,
-        others=others,
+        others=[*others, *wrong],
     )
-    cost = load_cost_model(cost_model or ("cpu" if sweep.device == "cpu" else "h100"))
+    cost = cost or preset("cpu" if sweep.device == "cpu" else "h100")
     plan, link = Plan(sweep.schemes, repeats, warmup, check, cost), Link(latency, bandwidth)
     rows, refused, links = _run(sweep, plan, link)
     if json is not None:
@@ -108,9 +111,17 @@ def bench_attention(
         Path(json).write_text(text + "\n", encoding="utf-8")
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, 120)
+        console.width = max(console.width, 160)
     _show(console, sweep, plan, link, rows, refused)
     _fail_if_wrong(rows)
+
+
+def _cost_model(source: str | None) -> tuple[CostModel | None, list[Problem]]:
+    """The cost model that was asked for, if any, and what is wrong with it."""
+    try:
+        return (None if source is None else load_cost_model(source)), []
+    except ConfigurationError as error:
+        return None, list(error.problems)
 
 
 def _run(sweep: Sweep, plan: Plan, link: Link) -> tuple[list[Row], dict[str, str], dict[int, Link]]:
@@ -163,7 +174,10 @@ def _way(sweep: Sweep, link: Link) -> str:
         threads = ", one thread" if sweep.device == "cpu" else ""
         model = f"{link.latency_s * 1e6:g} us + bytes / {link.bandwidth / 1e9:g} GB/s"
         return f"ranks played one after another{threads}: compute measured, communication MODELLED as {model}"
-    return "ranks are processes, " + ("one GPU each" if sweep.device == "cuda" else "one thread each")
+    if sweep.device == "cuda":
+        return "ranks are processes, one GPU each"
+    shared = "; where ranks are more than the cores, they share them" if max(sweep.sizes) > usable_cores() else ""
+    return f"ranks are processes, one thread each{shared}"
 
 
 def _values(

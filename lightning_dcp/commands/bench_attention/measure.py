@@ -175,7 +175,7 @@ def measure(ranks: Ranks, link: Link, setting: Setting, plan: Plan, done: Callab
     usage, checked = {}, {}
     for name in names:
         usage[name] = tuple(ranks.usage(name))
-        checked[name] = _errors(ranks.check(name)) if plan.check else None
+        checked[name] = _errors(name, ranks.check(name)) if plan.check else None
         done(1 + plan.check)
     rounds = []
     for number in range(1 - plan.warmup, plan.repeats):
@@ -210,8 +210,10 @@ def _share(times: dict[str, Times], name: str, size: int) -> float:
     return 1.0 if name == ONE_RANK else times[ONE_RANK].both_s / size / times[name].both_s
 
 
-def _errors(ranks: Sequence[tuple[dict[str, float], Tensor | None, Tensor | None]]) -> dict[str, float]:
+def _errors(scheme: str, ranks: Sequence[tuple[dict[str, float], Tensor | None, Tensor | None]]) -> dict[str, float]:
     """The largest over the ranks; what is not a number stays so."""
+    if scheme == ONE_RANK:
+        ranks = ranks[:1]  # each of them had the whole pack
     found = {}
     for name in ranks[0][0]:
         values = [errors[name] for errors, _, _ in ranks]

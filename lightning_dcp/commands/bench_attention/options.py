@@ -150,9 +150,13 @@ def read_sweep(
 def default_sizes(device: str, ranks: str) -> tuple[int, ...]:
     """The CP sizes that are measured unless others are asked for."""
     if device == "cpu" and ranks != "played":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return tuple(size for size in SIZES if size <= max(2, cores))
+        return tuple(size for size in SIZES if size <= max(2, usable_cores()))
     return SIZES
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def number_problems(repeats: int, warmup: int, latency: float, bandwidth: float) -> list[Problem]:
