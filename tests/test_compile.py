@@ -101,7 +101,11 @@ def train(way: str, backend: str, precision: str = "64-true", *, validate: bool 
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
+LONG = ("lightning module", "layers")
+"""Ways that take many seconds and are near to others."""
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in LONG else way for way in WAYS])
 def test_training_is_that_of_one_uncompiled_process(ranks: RankPool, way: str) -> None:
     expected = ranks.run(fit, 1, LENGTHS, 6, strategy=None)[0]
     backend = "aot_eager" if way == "whole" else "eager"  # compiling the backward too takes three times as long
@@ -150,7 +154,10 @@ def _samples(batches: list[Tensor]) -> list[Tensor]:
     return [row[:n] for row, n in zip((row for batch in batches for row in batch), LENGTHS, strict=True)]
 
 
-@pytest.mark.parametrize(("way", "prefix"), [("whole", "model._orig_mod."), ("in place", "model.")])
+PREFIXES = [("whole", "model._orig_mod."), pytest.param("in place", "model.", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("way", "prefix"), PREFIXES)
 def test_predictions_checkpoints_and_the_module_after_a_run(ranks: RankPool, way: str, prefix: str) -> None:
     expected = ranks.run(_predict_uncompiled, 1)[0]
     for result in ranks.run(_names_and_outputs, 2, way):

@@ -40,7 +40,7 @@ def many(ranks: RankPool, world: int, *, dynamic: bool = True, **options: Any) -
 
 @pytest.mark.parametrize("fmt", ["padded", "packed", "jagged"])
 @pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("world", [1, 2, 4, 6])
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_losses_gradients_weights_and_logs(
     ranks: RankPool, one_process: Any, world: int, dynamic: bool, fmt: str
 ) -> None:
@@ -62,8 +62,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+TRAINED_BY = [
+    (4, True, "packed"),
+    pytest.param(6, True, "padded", marks=pytest.mark.slow),
+    pytest.param(4, False, "jagged", marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize(("world", "dynamic", "fmt"), [(4, True, "packed"), (6, True, "padded"), (4, False, "jagged")])
+@pytest.mark.parametrize(("world", "dynamic", "fmt"), TRAINED_BY)
 def test_trainer_options(
     ranks: RankPool, one_process: Any, options: dict[str, Any], world: int, dynamic: bool, fmt: str
 ) -> None:

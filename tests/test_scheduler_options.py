@@ -271,7 +271,7 @@ def test_ranks_of_a_node_are_known_with_several_nodes(nodes: int, options: dict[
         ({"schedule_mode": "lockstep"}, ["dynamic, sizes 1, 2, 4", "mode lockstep"]),
         ({"max_context_parallel_size": 2}, ["dynamic, sizes 1, 2 on", "64 tokens a rank, 128 a sample"]),
         ({"scheduler": "static", "context_parallel_size": 2}, ["static, sizes 2 on a plane of 4", "mode free"]),
-        ({"scheduler": "megatron"}, ["by Megatron-Core's scheduler, sizes 1, 2, 4", "layout zigzag; loss"]),
+        ({"scheduler": "megatron"}, ["by Megatron-Core's scheduler, sizes 1, 2, 4", "layout zigzag; attention"]),
         ({"scheduler": my_scheduler}, ["by my_scheduler, sizes 1, 2, 4", "layout and mode its own"]),
     ],
 )

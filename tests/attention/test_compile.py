@@ -107,7 +107,7 @@ def test_packs_of_any_shape_have_the_same_gradients_and_share_graphs(ranks: Rank
 
 
 @pytest.mark.parametrize("kind", [CheckpointedDecoder, ReentrantDecoder])
-@pytest.mark.parametrize("way", ["whole", "blocks"])
+@pytest.mark.parametrize("way", [pytest.param("whole", marks=pytest.mark.slow), "blocks"])
 def test_checkpointed_layers_are_served_again_in_the_backward(
     ranks: RankPool, way: str, kind: type[CheckpointedDecoder]
 ) -> None:
