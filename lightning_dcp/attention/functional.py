@@ -61,34 +61,19 @@ def attention(
         options: dict[str, Any] = {"is_causal": is_causal, "window_size": window_size, "scale": scale}
         options |= {"softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
         return handle_torch_function(attention, (query, key, value), query, key, value, **options)
-    _refuse(_dropout_problems(dropout_p) + _shape_problems(query, key, value, batch=None), "attention")
+    kind = _kind(query, key, value, None, is_causal, window_size, scale, softcap, sinks, dropout_p)
     rows, tokens = query.shape[0], query.shape[2]
     context = _rows_as_samples(rows, tokens, query.device)
     q, k, v = (_as_autocast_would(t).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    kind = AttentionKind(_mask(is_causal, window_size, "attention"), scale, _or_none(softcap), sinks)
     out = context_parallel_attention(q, k, v, context, kind)
     return out.unflatten(0, (rows, tokens)).transpose(1, 2)
 
 
 def serve_attention(
-    context: CPContext,
-    options: AttentionOptions,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool | Sequence[bool] = True,
-    window_size: tuple[int, int] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    context: CPContext, options: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, **given: Any
 ) -> Tensor:
-    """:func:`attention` inside a region: ``[1, H, T_local, D]`` in, ``[1, H, T_local, D_v]`` out."""
-    where = "attention inside a context-parallel region"
-    _refuse(_dropout_problems(dropout_p) + _shape_problems(query, key, value, batch=1), where)
-    kind = AttentionKind(_mask(is_causal, window_size, where), scale, _or_none(softcap), sinks)
-    return _over_group(context, options, query, key, value, kind)
+    """:func:`attention` inside a region: ``[1, H, T_local, D]`` in, ``[1, H, T_local, D_v]`` out; ``given`` is the rest."""
+    return _over_group(context, options, query, key, value, _kind(query, key, value, 1, **given))
 
 
 def serve_scaled_dot_product_attention(
@@ -129,8 +114,22 @@ def _mask(is_causal: bool | Sequence[bool] | Tensor, window_size: Sequence[int] 
     return AttentionMask(each, (left, right))
 
 
-def _or_none(softcap: float | None) -> float:
-    return 0.0 if softcap is None else softcap
+def _kind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: int | None,
+    is_causal: bool | Sequence[bool],
+    window_size: tuple[int, int] | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+) -> AttentionKind:
+    """What a call of :func:`attention` asks for, if it is one that can be served; ``batch`` is None outside a region."""
+    where = "attention" if batch is None else "attention inside a context-parallel region"
+    _refuse(_dropout_problems(dropout_p) + _shape_problems(query, key, value, batch=batch), where)
+    return AttentionKind(_mask(is_causal, window_size, where), scale, 0.0 if softcap is None else softcap, sinks)
 
 
 def _window(window_size: Sequence[int], where: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import importlib.util
 import re
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,23 @@ def _interface() -> ModuleType:
     return importlib.import_module("flash_attn.flash_attn_interface")
 
 
+def _in_both(arguments: VarlenArguments) -> dict[str, Any]:
+    """What forward and backward take alike."""
+    return {
+        "cu_seqlens_q": arguments.cu_seqlens_q,
+        "cu_seqlens_k": arguments.cu_seqlens_k,
+        "max_seqlen_q": arguments.max_seqlen_q,
+        "max_seqlen_k": arguments.max_seqlen_k,
+        "dropout_p": 0.0,
+        "softmax_scale": arguments.scale,
+        "causal": arguments.causal,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": arguments.softcap,
+        "alibi_slopes": None,
+    }
+
+
 class FlashAttnKernel(VarlenKernel):
     """``_flash_attn_varlen_forward`` and ``_flash_attn_varlen_backward`` of flash-attn 2.7 and 2.8.
 
@@ -56,17 +74,7 @@ class FlashAttnKernel(VarlenKernel):
             q=q,
             k=k,
             v=v,
-            cu_seqlens_q=arguments.cu_seqlens_q,
-            cu_seqlens_k=arguments.cu_seqlens_k,
-            max_seqlen_q=arguments.max_seqlen_q,
-            max_seqlen_k=arguments.max_seqlen_k,
-            dropout_p=0.0,
-            softmax_scale=arguments.scale,
-            causal=arguments.causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=arguments.softcap,
-            alibi_slopes=None,
+            **_in_both(arguments),
             return_softmax=False,
         )
         return out, lse
@@ -85,17 +93,7 @@ class FlashAttnKernel(VarlenKernel):
             dq=dq,
             dk=dk,
             dv=dv,
-            cu_seqlens_q=arguments.cu_seqlens_q,
-            cu_seqlens_k=arguments.cu_seqlens_k,
-            max_seqlen_q=arguments.max_seqlen_q,
-            max_seqlen_k=arguments.max_seqlen_k,
-            dropout_p=0.0,
-            softmax_scale=arguments.scale,
-            causal=arguments.causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=arguments.softcap,
-            alibi_slopes=None,
+            **_in_both(arguments),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
