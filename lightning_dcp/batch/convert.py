@@ -8,45 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_dcp.batch.masks import padding_mask
 from lightning_dcp.batch.packed import PackedBatch, cumulative
 from lightning_dcp.errors import BatchError
 
 PADDING_VALUES: dict[str, int] = {"labels": -100, "shift_labels": -100}
 """What padding holds, by field, where it is not 0."""
-
-
-def padding_mask(batch: Mapping[str, object]) -> Tensor:
-    """Real tokens of a padded dict, bool ``[B, T]``.
-
-    ``attention_mask`` says which tokens are real (all of them when it is missing). Each row must be one unbroken run.
-
-    Raises:
-        BatchError: no ``input_ids``, a mask of another shape or other values than 0 and 1, or a row with holes in it.
-    """
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() < 2:
-        raise BatchError("a padded batch needs input_ids of shape [B, T]")
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape[:2]:
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise BatchError(
-            f"attention_mask has shape {shape}, input_ids {tuple(ids.shape)}: expected one 0/1 entry a token, [B, T] "
-            "(masks of another shape, such as [B, 1, T, T] biases, are not supported)"
-        )
-    real = mask != 0
-    if not torch.equal(mask, real.to(mask.dtype)):
-        raise BatchError(
-            f"attention_mask holds {torch.unique(mask).tolist()[:9]}: expected 0 and 1 (additive masks, and numbers of "
-            "documents that share a row, are not supported; a PackedBatch keeps documents apart)"
-        )
-    starts = (torch.diff(real.int(), dim=1, prepend=real.new_zeros((len(real), 1)).int()) == 1).sum(1)
-    if bool((starts > 1).any()):
-        raise BatchError(
-            f"attention_mask of row {int((starts > 1).nonzero()[0])} has holes: real tokens must be adjacent"
-        )
-    return real
 
 
 def padded_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | None = None) -> PackedBatch:

@@ -1,0 +1,119 @@
+"""Views of batches whose samples are one sequence each: packed, padded and jagged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dcp.batch.base import BatchView
+from lightning_dcp.batch.convert import is_jagged, jagged_offsets
+from lightning_dcp.batch.fields import like, sample_ids, select_samples
+from lightning_dcp.batch.masks import padding_mask, real_tokens
+from lightning_dcp.batch.packed import PackedBatch, cumulative
+from lightning_dcp.batch.sequences import JaggedSequences, PackedSequences, PaddedSequences, SequenceView, read_rows
+from lightning_dcp.errors import BatchError
+
+
+class PackedView(BatchView):
+    """A :class:`PackedBatch`; per-token tensors are ``[1, T, ...]``."""
+
+    def __init__(self, batch: PackedBatch) -> None:
+        self.batch, self.lengths, self.sample_ids = batch, batch.lengths, batch.sample_ids
+        self.tokens: PackedSequences = PackedSequences(batch.lengths)
+
+    def select(self, indices: Sequence[int]) -> PackedBatch:  # noqa: D102
+        return self.batch.select(indices)
+
+    def sequences(self, value: Tensor, attention_mask: object = None) -> SequenceView | None:
+        """The batch's own sequences, for tensors ``[1, T, ...]``; its boundaries win over any mask."""
+        return self.tokens if self.tokens.per_token(value) else None
+
+
+class PaddedView(BatchView):
+    """A mapping with ``input_ids [B, T]`` and (unless every row is full) ``attention_mask [B, T]``."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self.batch = batch
+        self.tokens: PaddedSequences = PaddedSequences(padding_mask(batch))
+        self.lengths = self.tokens.lengths
+        self.sample_ids = sample_ids(batch, len(self.lengths))
+
+    @property
+    def mask(self) -> Tensor:
+        """Real tokens, bool ``[B, T]``."""
+        return self.tokens.mask
+
+    def width(self, indices: Sequence[int]) -> int:
+        """Columns up to the last that is not padding in all of these rows; at least one, where there is one."""
+        columns = self.mask[self._rows(indices)].any(0).nonzero().squeeze(1)
+        return int(columns[-1]) + 1 if len(columns) else min(1, self.mask.shape[1])
+
+    def select(self, indices: Sequence[int]) -> Any:
+        """Rows at these indices, without the trailing columns that are padding in all of them.
+
+        Leading columns stay, so that what a step returns for left-padded rows lies where it would have without a cut.
+        ``position_ids`` may also be ``[k, B, T]``.
+        """
+        return self.cut(indices, self.width(indices))
+
+    def cut(self, indices: Sequence[int], width: int) -> Any:
+        """Rows at these indices, and the first ``width`` columns."""
+        rows = self._rows(indices)
+        return like(self.batch, {name: self._cut(name, value, rows, width) for name, value in self.batch.items()})
+
+    def _rows(self, indices: Sequence[int]) -> Tensor:
+        return torch.tensor(list(indices), dtype=torch.int64, device=self.mask.device)
+
+    def _cut(self, name: str, value: Any, rows: Tensor, width: int) -> Any:
+        if isinstance(value, Tensor) and name == "position_ids" and value.shape[1:] == self.mask.shape:
+            return value[:, rows, :width]
+        if isinstance(value, Tensor) and self.tokens.per_token(value):
+            return value[rows][:, :width]
+        return select_samples(value, rows, len(self.lengths))
+
+    def sequences(self, value: Tensor, attention_mask: object = None) -> SequenceView | None:
+        """A tensor of the batch's shape holds the batch's own sequences, any other ``[N, T', ...]`` is read by itself.
+
+        A mask of the call that has zeros is followed; one of ones only does not change which tokens of the batch are
+        real. Tensors of another shape hold the real tokens of the call's mask, or full rows where there is none. A jagged
+        tensor is read by its own offsets.
+        """
+        if not self.tokens.per_token(value):
+            return read_rows(value, attention_mask)
+        if attention_mask is None or attention_mask is self.batch.get("attention_mask"):
+            return self.tokens
+        given = PaddedSequences(real_tokens(attention_mask, value))
+        return self.tokens if bool(given.mask.all()) else given
+
+
+class JaggedView(BatchView):
+    """A mapping of nested tensors of jagged layout, ``[B, (T), ...]``, that share their lengths."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self.batch = batch
+        first = next(value for value in batch.values() if is_jagged(value))
+        self.tokens: JaggedSequences = JaggedSequences(jagged_offsets(first))
+        self.lengths = self.tokens.lengths
+        self.sample_ids = sample_ids(batch, len(self.lengths))
+        for name, value in batch.items():
+            if is_jagged(value) and not self.tokens.per_token(value):
+                raise BatchError(f"jagged field {name!r} has other sample lengths than the first jagged field")
+
+    def select(self, indices: Sequence[int]) -> Any:  # noqa: D102
+        device = self.tokens.offsets.device
+        rows = torch.tensor(list(indices), dtype=torch.int64, device=device)
+        offsets = cumulative([self.lengths[i] for i in indices], device).long()
+        return like(self.batch, {name: self._cut(value, rows, offsets) for name, value in self.batch.items()})
+
+    def _cut(self, value: Any, rows: Tensor, offsets: Tensor) -> Any:
+        if is_jagged(value):
+            parts = value.values().split(list(self.lengths))
+            return torch.nested.nested_tensor_from_jagged(torch.cat([parts[i] for i in rows.tolist()]), offsets)
+        return select_samples(value, rows, len(self.lengths))
+
+    def sequences(self, value: Tensor, attention_mask: object = None) -> SequenceView | None:
+        """Jagged tensors hold the sequences of their offsets; any other ``[N, T', ...]`` is read by the call's mask."""
+        return self.tokens if self.tokens.per_token(value) else read_rows(value, attention_mask)
