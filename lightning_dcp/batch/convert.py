@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dcp.batch.masks import padding_mask
-from lightning_dcp.batch.packed import PackedBatch, cumulative
+from lightning_dcp.batch.packed import PackedBatch, cumulative, token_axis
 from lightning_dcp.errors import BatchError
 
 PADDING_VALUES: dict[str, int] = {"labels": -100, "shift_labels": -100}
@@ -17,11 +17,20 @@ PADDING_VALUES: dict[str, int] = {"labels": -100, "shift_labels": -100}
 
 
 def padded_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | None = None) -> PackedBatch:
-    """Pack a padded dict: every ``[B, T, ...]`` field loses its padding; ``attention_mask`` becomes the boundaries."""
+    """Pack a padded dict: every ``[B, T, ...]`` field loses its padding; ``attention_mask`` becomes the boundaries.
+
+    ``position_ids`` may also be ``[k, B, T]``, which gives ``[k, 1, T]``.
+
+    Raises:
+        BatchError: a mask that cannot be read, or a field that is not per-token.
+    """
     real = padding_mask(batch)
     fields = {}
     for name, field in batch.items():
         if name == "attention_mask":
+            continue
+        if isinstance(field, Tensor) and name == "position_ids" and field.shape[1:] == real.shape:
+            fields[name] = field[:, real].unsqueeze(1)
             continue
         if not isinstance(field, Tensor) or field.shape[:2] != real.shape:
             raise BatchError(
@@ -49,12 +58,19 @@ def packed_to_padded(
     real = columns < lengths if padding_side == "right" else columns >= width - lengths
     out = {}
     for name, field in batch.fields.items():
-        shape = (len(batch), width, *field.shape[2:])
-        padded = torch.full(shape, PADDING_VALUES.get(name, 0), dtype=field.dtype, device=field.device)
-        padded[real] = field[0]
-        out[name] = padded
+        if token_axis(name, field, batch.num_tokens) == 2:
+            out[name] = torch.stack([_padded(kind[0], real, 0) for kind in field])
+        else:
+            out[name] = _padded(field[0], real, PADDING_VALUES.get(name, 0))
     out["attention_mask"] = real.long()
     return out
+
+
+def _padded(tokens: Tensor, real: Tensor, padding: int) -> Tensor:
+    """Tokens ``[T, ...]`` at their places in rows, with a value at all others."""
+    padded = torch.full((*real.shape, *tokens.shape[1:]), padding, dtype=tokens.dtype, device=tokens.device)
+    padded[real] = tokens
+    return padded
 
 
 def is_jagged(value: object) -> bool:
@@ -94,6 +110,15 @@ def jagged_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | No
 
 
 def packed_to_jagged(batch: PackedBatch) -> dict[str, Tensor]:
-    """The inverse of :func:`jagged_to_packed`: fields as nested tensors ``[B, (T), ...]`` that share their offsets."""
+    """The inverse of :func:`jagged_to_packed`: fields as nested tensors ``[B, (T), ...]`` that share their offsets.
+
+    Raises:
+        BatchError: ``position_ids`` of shape ``[k, 1, T]``, which has no jagged form.
+    """
+    for name, field in batch.fields.items():
+        if token_axis(name, field, batch.num_tokens) == 2 and len(field) > 1:
+            raise BatchError(
+                f"{name} of shape {tuple(field.shape)} has no jagged form: leave it out, or use padded rows"
+            )
     offsets = batch.cu_seqlens.long()
     return {name: torch.nested.nested_tensor_from_jagged(field[0], offsets) for name, field in batch.fields.items()}

@@ -15,7 +15,8 @@ class PackedBatch:
     """Samples laid one after another, without padding.
 
     Every field is shaped ``[1, T, ...]`` (T = tokens of all samples), so model code written for ``[B, T]`` runs as
-    it is. Fields are reached as items or as attributes: ``batch["input_ids"]`` is ``batch.input_ids``.
+    it is; ``position_ids`` may also be ``[k, 1, T]``, for models with several kinds of positions. Fields are reached as
+    items or as attributes: ``batch["input_ids"]`` is ``batch.input_ids``.
 
     A plain class rather than a dataclass or a mapping: Lightning walks into those and would cast every float
     field (loss masks included) under ``bf16-true``.
@@ -52,7 +53,7 @@ class PackedBatch:
                 raise BatchError(f"cu_seqlens falls at sample {sample} (length {length})")
         tokens = sum(self._lengths)
         for name, field in self.fields.items():
-            if tuple(field.shape[:2]) != (1, tokens):
+            if field.shape[token_axis(name, field, tokens) - 1 :][:2] != (1, tokens):
                 raise BatchError(
                     f"field {name!r} has shape {tuple(field.shape)}; a per-token field of this batch is [1, {tokens}, ...]"
                 )
@@ -106,14 +107,22 @@ class PackedBatch:
         """The samples at these indices (into this batch, not ids), in the order given."""
         if not indices:
             raise BatchError("a PackedBatch needs at least one sample")
-        ends = list(accumulate(self._lengths))
-        spans = [slice(ends[i] - self._lengths[i], ends[i]) for i in indices]
-        fields = {name: torch.cat([field[:, span] for span in spans], dim=1) for name, field in self.fields.items()}
+        spans = spans_of(self._lengths, indices)
+        tokens = self.num_tokens
+        fields = {
+            name: cut_tokens(field, spans, token_axis(name, field, tokens)) for name, field in self.fields.items()
+        }
         lengths = [self._lengths[i] for i in indices]
         return PackedBatch(fields, cumulative(lengths, self.device), [self.sample_ids[i] for i in indices])
 
     def split(self, field: Tensor) -> list[Tensor]:
-        """Cut a per-token tensor ``[1, T, ...]`` into one ``[L_i, ...]`` a sample."""
+        """Cut a per-token tensor ``[1, T, ...]`` into one ``[L_i, ...]`` a sample.
+
+        Raises:
+            BatchError: a tensor of another shape.
+        """
+        if tuple(field.shape[:2]) != (1, self.num_tokens):
+            raise BatchError(f"a tensor of shape {tuple(field.shape)} is not per-token, [1, {self.num_tokens}, ...]")
         return list(field[0].split(list(self._lengths)))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -142,3 +151,19 @@ def cumulative(lengths: Sequence[int], device: torch.device | None = None) -> Te
     """``cu_seqlens`` of some lengths: int32 ``[S + 1]``, starting at 0."""
     ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     return ends.to(dtype=torch.int32, device=device)
+
+
+def token_axis(name: str, field: Tensor, tokens: int) -> int:
+    """Which axis of a packed field is that of tokens: 1, or 2 for ``position_ids`` that are ``[k, 1, T]``."""
+    return 2 if name == "position_ids" and tuple(field.shape[1:]) == (1, tokens) else 1
+
+
+def spans_of(lengths: Sequence[int], indices: Sequence[int]) -> list[slice]:
+    """Where the tokens of these samples lie, in packed samples of these lengths."""
+    ends = list(accumulate(lengths))
+    return [slice(ends[i] - lengths[i], ends[i]) for i in indices]
+
+
+def cut_tokens(field: Tensor, spans: Sequence[slice], axis: int) -> Tensor:
+    """Spans of a packed field, joined along the axis of its tokens."""
+    return torch.cat([field.narrow(axis, span.start, span.stop - span.start) for span in spans], dim=axis)

@@ -56,39 +56,25 @@ class SequenceView(ABC):
         Raises:
             BatchError: labels of another shape.
         """
-        self._check(labels, "labels")
+        if not self.per_token(labels):
+            raise BatchError(
+                f"labels must hold one entry a token, {self.shape_name}; found shape {tuple(labels.shape)}"
+            )
         return self._shifted(labels)
 
-    def leading(self, value: Tensor) -> int | None:
-        """How many axes a tensor has before the ones that this view reads: 0 if it is per-token, 1, or ``None``.
+    def leading(self, positions: Tensor) -> int | None:
+        """How many axes position ids have before the ones that this view reads; ``None`` if they are not per-token.
 
-        1 is for ``position_ids`` of models with several kinds of positions, ``[k, 1, T]`` or ``[k, N, T]``.
+        1 for models with several kinds of positions, ``[k, 1, T]`` or ``[k, N, T']`` (M-RoPE), and 0 otherwise.
         """
-        if self.per_token(value):
-            return 0
-        if not value.is_nested and value.dim() == 3 and self.per_token(value.movedim(0, -1)):
+        if not positions.is_nested and positions.dim() == 3 and len(positions) and self.per_token(positions[0]):
             return 1
-        return None
-
-    def flatten_positions(self, positions: Tensor) -> Tensor:
-        """Position ids as ``[T]``, or ``[T, k]`` where they are ``[k, N, T]``: tokens first, to be cut like tokens.
-
-        Raises:
-            BatchError: positions of another shape.
-        """
-        if positions.dim() == 3 and self.leading(positions.movedim(-1, 0).movedim(0, -1)) == 1:
-            return self.flatten(positions.movedim(0, -1))
-        self._check(positions, "position_ids")
-        return self.flatten(positions)
+        return 0 if self.per_token(positions) else None
 
     def counts(self, flags: Tensor) -> tuple[int, ...]:
         """How many entries of a per-token bool tensor are true in each sequence."""
         running = torch.nn.functional.pad(self.flatten(flags).long().cumsum(0), (1, 0)).tolist()
         return tuple(running[end] - running[end - n] for n, end in zip(self.lengths, _ends(self.lengths), strict=True))
-
-    def _check(self, value: Tensor, name: str) -> None:
-        if not self.per_token(value):
-            raise BatchError(f"{name} must hold one entry a token, {self.shape_name}; found shape {tuple(value.shape)}")
 
 
 @dataclass(frozen=True, eq=False)

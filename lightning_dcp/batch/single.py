@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_dcp.batch.base import BatchView
+from lightning_dcp.batch.boundaries import refuse_restarts
 from lightning_dcp.batch.convert import is_jagged, jagged_offsets
-from lightning_dcp.batch.fields import like, sample_ids, select_samples
+from lightning_dcp.batch.fields import like, sample_ids, select_jagged, select_samples
 from lightning_dcp.batch.masks import padding_mask, real_tokens
 from lightning_dcp.batch.packed import PackedBatch, cumulative
 from lightning_dcp.batch.sequences import JaggedSequences, PackedSequences, PaddedSequences, SequenceView, read_rows
@@ -38,6 +38,7 @@ class PaddedView(BatchView):
     def __init__(self, batch: Mapping[str, Any]) -> None:
         self.batch = batch
         self.tokens: PaddedSequences = PaddedSequences(padding_mask(batch))
+        refuse_restarts(batch)
         self.lengths = self.tokens.lengths
         self.sample_ids = sample_ids(batch, len(self.lengths))
 
@@ -48,7 +49,7 @@ class PaddedView(BatchView):
 
     def width(self, indices: Sequence[int]) -> int:
         """Columns up to the last that is not padding in all of these rows; at least one, where there is one."""
-        columns = self.mask[self._rows(indices)].any(0).nonzero().squeeze(1)
+        columns = self.mask[list(indices)].any(0).nonzero().squeeze(1)
         return int(columns[-1]) + 1 if len(columns) else min(1, self.mask.shape[1])
 
     def select(self, indices: Sequence[int]) -> Any:
@@ -61,18 +62,14 @@ class PaddedView(BatchView):
 
     def cut(self, indices: Sequence[int], width: int) -> Any:
         """Rows at these indices, and the first ``width`` columns."""
-        rows = self._rows(indices)
-        return like(self.batch, {name: self._cut(name, value, rows, width) for name, value in self.batch.items()})
+        return like(self.batch, {n: self._cut(n, value, indices, width) for n, value in self.batch.items()})
 
-    def _rows(self, indices: Sequence[int]) -> Tensor:
-        return torch.tensor(list(indices), dtype=torch.int64, device=self.mask.device)
-
-    def _cut(self, name: str, value: Any, rows: Tensor, width: int) -> Any:
-        if isinstance(value, Tensor) and name == "position_ids" and value.shape[1:] == self.mask.shape:
-            return value[:, rows, :width]
+    def _cut(self, name: str, value: Any, indices: Sequence[int], width: int) -> Any:
+        if isinstance(value, Tensor) and name == "position_ids" and self.tokens.leading(value) == 1:
+            return value[:, list(indices), :width]
         if isinstance(value, Tensor) and self.tokens.per_token(value):
-            return value[rows][:, :width]
-        return select_samples(value, rows, len(self.lengths))
+            return value[list(indices), :width]
+        return select_samples(value, indices, len(self.lengths))
 
     def sequences(self, value: Tensor, attention_mask: object = None) -> SequenceView | None:
         """A tensor of the batch's shape holds the batch's own sequences, any other ``[N, T', ...]`` is read by itself.
@@ -103,16 +100,13 @@ class JaggedView(BatchView):
                 raise BatchError(f"jagged field {name!r} has other sample lengths than the first jagged field")
 
     def select(self, indices: Sequence[int]) -> Any:  # noqa: D102
-        device = self.tokens.offsets.device
-        rows = torch.tensor(list(indices), dtype=torch.int64, device=device)
-        offsets = cumulative([self.lengths[i] for i in indices], device).long()
-        return like(self.batch, {name: self._cut(value, rows, offsets) for name, value in self.batch.items()})
+        offsets = cumulative([self.lengths[i] for i in indices], self.tokens.offsets.device).long()
+        return like(self.batch, {name: self._cut(value, indices, offsets) for name, value in self.batch.items()})
 
-    def _cut(self, value: Any, rows: Tensor, offsets: Tensor) -> Any:
+    def _cut(self, value: Any, indices: Sequence[int], offsets: Tensor) -> Any:
         if is_jagged(value):
-            parts = value.values().split(list(self.lengths))
-            return torch.nested.nested_tensor_from_jagged(torch.cat([parts[i] for i in rows.tolist()]), offsets)
-        return select_samples(value, rows, len(self.lengths))
+            return select_jagged(value, indices, offsets)
+        return select_samples(value, indices, len(self.lengths))
 
     def sequences(self, value: Tensor, attention_mask: object = None) -> SequenceView | None:
         """Jagged tensors hold the sequences of their offsets; any other ``[N, T', ...]`` is read by the call's mask."""

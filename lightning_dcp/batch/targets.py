@@ -24,7 +24,7 @@ def count_targets(batch: Any, tokens: SequenceView) -> tuple[int, ...]:
         BatchError: more than one of these fields, one that is not per-token, or a mask with other values than 0 and 1.
     """
     if "labels" in batch and per_sample(batch["labels"], len(tokens.lengths)):
-        return tuple((batch["labels"] != IGNORE_INDEX).long().tolist())
+        return count_sample_targets(batch["labels"])
     for name in TARGETS:
         if name in batch:
             _check(name, batch[name], tokens)
@@ -41,6 +41,11 @@ def count_targets(batch: Any, tokens: SequenceView) -> tuple[int, ...]:
     if "loss_mask" in batch:
         return tokens.counts(_zeros_and_ones(batch["loss_mask"]))
     return tuple(max(length - 1, 0) for length in tokens.lengths)
+
+
+def count_sample_targets(labels: Tensor) -> tuple[int, ...]:
+    """Targets of each sample where labels are one a sample, ``[S]``: 1, or 0 where the label is -100."""
+    return tuple((labels != IGNORE_INDEX).long().tolist())
 
 
 def refuse_both(batch: Any) -> None:

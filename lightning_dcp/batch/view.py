@@ -8,13 +8,25 @@ from typing import Any
 from torch import Tensor
 
 from lightning_dcp.batch.base import BatchView
+from lightning_dcp.batch.boundaries import flattened_lengths
 from lightning_dcp.batch.convert import is_jagged
+from lightning_dcp.batch.families import FamiliesView, family_prefixes
+from lightning_dcp.batch.flattened import FlattenedView
 from lightning_dcp.batch.packed import PackedBatch
 from lightning_dcp.batch.sequences import SequenceView
 from lightning_dcp.batch.single import JaggedView, PackedView, PaddedView
 from lightning_dcp.errors import BatchError
 
-__all__ = ["BatchView", "JaggedView", "PackedView", "PaddedView", "SequenceView", "view"]
+__all__ = [
+    "BatchView",
+    "FamiliesView",
+    "FlattenedView",
+    "JaggedView",
+    "PackedView",
+    "PaddedView",
+    "SequenceView",
+    "view",
+]
 
 
 def view(batch: Any) -> BatchView:
@@ -26,6 +38,11 @@ def view(batch: Any) -> BatchView:
     if isinstance(batch, PackedBatch):
         return PackedView(batch)
     if isinstance(batch, Mapping):
+        if family_prefixes(batch):
+            return FamiliesView(batch, view)
+        lengths = flattened_lengths(batch)
+        if lengths is not None:
+            return FlattenedView(batch, lengths)
         if any(is_jagged(value) for value in batch.values()):
             return JaggedView(batch)
         if isinstance(batch.get("input_ids"), Tensor):
@@ -33,5 +50,7 @@ def view(batch: Any) -> BatchView:
     found = f"a mapping with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
     raise BatchError(
         f"unknown batch format: found {found}. Supported: a PackedBatch; a dict with input_ids [B, T] and attention_mask "
-        "[B, T]; a dict of jagged nested tensors. Change the collate function (lightning_dcp.data has one for each)."
+        "[B, T], or chosen_input_ids, rejected_input_ids, ... and a mask for each; a dict with input_ids [1, T] and "
+        "cu_seq_lens_q or position_ids that begin again with each sample; a dict of jagged nested tensors. "
+        "Change the collate function (lightning_dcp.data has one for each)."
     )

@@ -124,6 +124,17 @@ def test_a_padded_batch_that_breaks_the_rules_is_refused(batch, message):
         padded_to_packed(batch)
 
 
+def test_positions_with_an_axis_in_front_keep_it():
+    packed = PackedBatch.from_samples(make_samples([3, 1]))
+    positions = torch.tensor([[[0, 1, 2, 0]], [[5, 6, 7, 5]]])
+    packed = PackedBatch(packed.fields | {"position_ids": positions}, packed.cu_seqlens)
+    padded = packed_to_padded(packed, padding_side="left")
+    assert padded["position_ids"].tolist() == [[[0, 1, 2], [0, 0, 0]], [[5, 6, 7], [0, 0, 5]]]
+    assert same_batch(padded_to_packed(padded), packed)
+    with pytest.raises(BatchError, match=r"position_ids of shape \(2, 1, 4\) has no jagged form"):
+        packed_to_jagged(packed)
+
+
 def test_padding_cannot_be_shorter_than_the_longest_sample():
     with pytest.raises(BatchError, match=r"length=2 is shorter than the longest sample \(3 tokens\)"):
         packed_to_padded(PackedBatch.from_samples(make_samples([3, 1])), length=2)

@@ -103,6 +103,11 @@ def test_selecting_everything_changes_nothing(batch):
     assert same_batch(batch.select(range(3)), batch)
 
 
+def test_only_per_token_tensors_are_split(batch):
+    with pytest.raises(BatchError, match=r"shape \(3, 1, \d+\) is not per-token"):
+        batch.split(torch.zeros(3, 1, batch.num_tokens))
+
+
 def test_split_gives_one_tensor_a_sample(batch):
     for part, sample in zip(batch.split(batch["vector"]), make_samples(LENGTHS), strict=True):
         assert torch.equal(part, sample["vector"])
