@@ -1,26 +1,14 @@
-"""What is refused at set-up: all problems at once, each with its remedy."""
+"""What is refused of arguments, sizes and loaders: all problems at once, each with its remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
 from torch.utils.data import DistributedSampler
 
-from lightning_dcp.attention.options import DEFAULT, AttentionOptions
-from lightning_dcp.errors import ConfigurationError, Problem, RegionError, raise_problems
-from lightning_dcp.models.compiled import COMPILED_CHILD
-from lightning_dcp.models.dry_run import Finding, dry_run
-from lightning_dcp.models.region import Regions, find_regions
+from lightning_dcp.errors import ConfigurationError, Problem, raise_problems
 from lightning_dcp.parallel.layout import LAYOUTS, build_layout
 from lightning_dcp.schedule import CostModel, load_cost_model, preset
 from lightning_dcp.schedule.choice import SchedulerChoice
@@ -44,9 +32,24 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
         value = getattr(strategy, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(Problem(f"{name}={value!r}", "not a positive whole number", f"give {name} of 1 or more"))
-    if not isinstance(strategy.plan_ahead, bool):
-        problems.append(Problem(f"plan_ahead={strategy.plan_ahead!r}", "neither True nor False", "give one of them"))
-    choices = {"loss_normalization": ("tokens", "samples", "sum"), "layout": tuple(sorted(LAYOUTS))}
+    for name in ("plan_ahead", "fused_linear_cross_entropy"):
+        if not isinstance(getattr(strategy, name), bool):
+            problems.append(
+                Problem(f"{name}={getattr(strategy, name)!r}", "neither True nor False", "give one of them")
+            )
+    if strategy.outputs == "sharded" and strategy.loss_normalization == "samples":
+        problems.append(
+            Problem(
+                'outputs="sharded" with loss_normalization="samples"',
+                "a mean over samples, of which a rank holds parts",
+                'use outputs="gathered", or a token mean or a sum',
+            )
+        )
+    choices = {
+        "loss_normalization": ("tokens", "samples", "sum"),
+        "layout": tuple(sorted(LAYOUTS)),
+        "outputs": ("gathered", "sharded", "auto"),
+    }
     for name, allowed in choices.items():
         value = getattr(strategy, name)
         if value not in allowed:
@@ -128,143 +131,6 @@ def _is_interactive() -> bool:
     from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
     return bool(_IS_INTERACTIVE)
-
-
-def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Trainer) -> Regions:
-    """The regions of a module that can be trained.
-
-    Raises:
-        ConfigurationError: everything that stands against it.
-    """
-    problems = list(_step_problems(module, trainer))
-    regions = Regions({})
-    try:
-        regions = find_regions(module, strategy.region_names, forward_overridden=_overrides_forward(module))
-    except RegionError as error:
-        problems.append(
-            Problem(
-                f"regions={strategy.region_names}", str(error), "name the module, or add position_ids to its forward"
-            )
-        )
-    mixing = _mixing_layers(regions)
-    problems += [_mixing_problem(name, layer) for name, layer in mixing.items()]
-    problems += _batch_statistics_problems(module, regions)
-    if trainer._accelerator_connector._layer_sync is not None:
-        problems.append(
-            Problem(
-                "sync_batchnorm=True", "batch statistics that would mix packs", "use a norm without batch statistics"
-            )
-        )
-    if problems:  # the run ends here, so attention is looked at where the module is now
-        training = trainer.state.fn == TrainerFn.FITTING
-        problems += _attention_problems(regions, set(mixing), DEFAULT, training, nullcontext)
-    raise_problems(problems)
-    return regions
-
-
-def check_attention(strategy: DCPStrategy, trainer: Trainer) -> None:
-    """Call each region once with made-up tokens; for modules on their device, before regions wrap their forward.
-
-    A region that cannot be called so is named at info level, and checked at its first call.
-
-    Raises:
-        ConfigurationError: every attention call that cannot run over a CP group, by its layer.
-    """
-    precision, training = strategy.precision_plugin.forward_context, trainer.state.fn == TrainerFn.FITTING
-    raise_problems(_attention_problems(strategy.regions, set(), strategy.attention, training, precision))
-
-
-def _attention_problems(
-    regions: Regions,
-    refused: set[str],
-    options: AttentionOptions,
-    training: bool,
-    forward_context: Callable[[], AbstractContextManager[Any]],
-) -> list[Problem]:
-    """What dry runs of the regions find in layers that are not refused already."""
-    findings: dict[tuple[str, Finding], None] = {}
-    for region, module in regions.modules.items():
-        result = dry_run(module, options, training=training, forward_context=forward_context)
-        if result.skipped is not None:
-            rank_zero_info(
-                f"Attention inside region {region or 'forward'!r} is checked at its first call, not at set-up: "
-                f"{result.skipped}"
-            )
-        for finding in result.findings:
-            name = ".".join(filter(None, (region, finding.layer)))
-            if not any(name == layer or name.startswith(f"{layer}.") for layer in refused):
-                findings[name, replace(finding, layer="")] = None
-    return [
-        Problem(
-            f"layer {name!r} ({finding.kind}) inside a context-parallel region"
-            if name
-            else f"{finding.kind}.forward as a context-parallel region",
-            finding.found,
-            finding.remedy,
-        )
-        for name, finding in findings
-    ]
-
-
-_MIXING = (
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._NormBase,
-    nn.MultiheadAttention,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-)
-"""Layers of torch that mix tokens by other means than ``scaled_dot_product_attention``, and would see only a shard."""
-
-
-def _mixing_layers(regions: Regions) -> dict[str, nn.Module]:
-    return {
-        ".".join(part for part in (region, *path.split(".")) if part and part != COMPILED_CHILD): layer
-        for region, module in regions.modules.items()
-        for path, layer in module.named_modules()
-        if isinstance(layer, _MIXING)
-    }
-
-
-def _mixing_problem(name: str, layer: nn.Module) -> Problem:
-    return Problem(
-        f"layer {name!r} ({type(layer).__name__}) inside a context-parallel region",
-        "a layer that mixes tokens, of which a rank holds only a part",
-        "use scaled_dot_product_attention instead, or name a region that leaves this layer out",
-    )
-
-
-def _batch_statistics_problems(module: LightningModule, regions: Regions) -> Iterable[Problem]:
-    inside = {id(layer) for region in regions.modules.values() for layer in region.modules()}
-    for path, layer in module.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._NormBase) and id(layer) not in inside:
-            yield Problem(
-                f"layer {path!r} ({type(layer).__name__}), which takes statistics over the batch",
-                "a step that sees one pack of the batch at a time",
-                "use a norm without batch statistics, such as LayerNorm or RMSNorm",
-            )
-
-
-def _overrides_forward(module: LightningModule) -> bool:
-    return type(module).forward is not LightningModule.forward
-
-
-def _step_problems(module: LightningModule, trainer: Trainer) -> Iterable[Problem]:
-    name = type(module).__name__
-    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-        yield Problem(
-            f"manual optimization in {name}",
-            "a strategy that runs backward itself, once for each pack of a batch",
-            "remove `self.automatic_optimization = False` and return the loss from training_step",
-        )
-    for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_overridden(step, module) and is_param_in_hook_signature(
-            getattr(module, step), "dataloader_iter", explicit=True
-        ):
-            yield Problem(
-                f"{name}.{step}(dataloader_iter)", "a strategy that cuts batches", f"take (batch, batch_idx) in {step}"
-            )
 
 
 def loader_problems(dataloader: object) -> list[Problem]:

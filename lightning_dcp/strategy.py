@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dcp import checks
+from lightning_dcp import checks, module_checks
 from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.settings import AttentionSettings, describe
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
@@ -81,7 +81,14 @@ class DCPStrategy(DDPStrategy):
         links: how ``attention="auto"`` knows the speed between ranks: ``measured`` at set-up (rounded; runs may still
             choose differently, and then differ in the last bits), from the ``cost_model``, or ``auto``: measured on
             accelerators unless ``Trainer(deterministic=True)``.
-        regions: attribute paths of the modules to run context-parallel; found by themselves where only one can be.
+        regions: attribute paths of the modules to run context-parallel; found by themselves where it is plain which:
+            Hugging Face models, the module's own ``forward``, the only child whose forward takes ``position_ids``.
+        outputs: what ``training_step`` sees. ``gathered``: whole samples, so that any loss works. ``sharded``: the tokens
+            of this rank alone, labels (``shift_labels``) and masks alike, and nothing is gathered: for losses that are
+            means or sums over tokens. ``auto``: both are computed for one pack, and ``sharded`` is used from then on if
+            loss, logged values and gradient agree. ``sharded`` is checked in the same way, and refused if they do not.
+        fused_linear_cross_entropy: Hugging Face models compute ``.loss`` from hidden states in pieces, without logits
+            (``.logits`` is None when labels are given).
         cost_model: what a pack costs on this machine: a :class:`~lightning_dcp.schedule.CostModel`, a YAML file of one
             (``lightning-dcp calibrate`` measures it and writes the file), or ``a100``, ``h100`` (the default), ``h200``
             or ``cpu``: a 7B model there. The dynamic scheduler balances by it; the others do not look at it.
@@ -128,6 +135,8 @@ class DCPStrategy(DDPStrategy):
         attention_kernel: str = "auto",
         links: Literal["auto", "measured", "cost_model"] = "auto",
         regions: list[str] | None = None,
+        outputs: Literal["gathered", "sharded", "auto"] = "gathered",
+        fused_linear_cross_entropy: bool = False,
         cost_model: CostModel | str | Path | None = None,
         schedule_mode: Literal["free", "lockstep"] = "free",
         min_context_parallel_size: int = 1,
@@ -164,6 +173,8 @@ class DCPStrategy(DDPStrategy):
         self.layout = layout
         self.attention_settings = AttentionSettings(attention, attention_kernel, links)
         self.region_names = regions
+        self.outputs = outputs
+        self.fused_linear_cross_entropy = fused_linear_cross_entropy
         self.plan_ahead = plan_ahead
         self.cost_model, problems = checks.cost_model_of(cost_model)
         self.scheduler_choice = SchedulerChoice(
@@ -287,7 +298,7 @@ class DCPStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Check the module, find its regions, and bring it and its optimizers to the device."""
-        self._regions = checks.check_module(self, self._module, trainer)
+        self._regions = module_checks.check_module(self, self._module, trainer)
         self._planner = self._new_planner()
         self._attention = self.attention_settings.build(self.cost_model, self.groups, self.root_device, rank_zero_info)
         if self.accelerator is None or self.model is None:
@@ -299,7 +310,7 @@ class DCPStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         _sync_module_states(self.model)  # what the DDP wrapper, which is not used here, would do
-        checks.check_attention(self, trainer)
+        module_checks.check_attention(self, trainer)
         self._regions.install()
         if fitting:
             self.setup_optimizers(trainer)

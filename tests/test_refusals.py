@@ -126,8 +126,8 @@ class BatchNormHead(TinyModule):
             {},
             ["more than one module", "'model' (Decoder, can be one)", "'other'", "DCPStrategy(regions=[...])"],
         ),
-        (NoPositions, {}, ["no context-parallel region", "forward has no position_ids"]),
-        (NoPositions, {"regions": ["model"]}, ["no parameter 'position_ids'", "A shard does not start at position 0"]),
+        (NoPositions, {}, ["no context-parallel region", "forward takes no positions"]),
+        (NoPositions, {"regions": ["model"]}, ["no argument for positions", "A shard does not start at position 0"]),
         (TinyModule, {"regions": ["modle"]}, ["no module 'modle'", "'model'"]),
         (Mixing, {}, ["layer 'model.blocks.1.conv' (Conv1d)", "mixes tokens"]),
     ],
@@ -206,9 +206,9 @@ class PerSample(TinyModule):
         return self.model(batch["input_ids"], position_ids=torch.zeros(3, 3, 3)).sum()
 
 
-@pytest.mark.parametrize("module", [Cut, PerSample])
-def test_arguments_that_cannot_be_cut_are_refused(ranks: RankPool, module: Any) -> None:
-    text = refusal(ranks, module, partial(loader, (5, 3), 2))
+@pytest.mark.parametrize(("module", "fmt"), [(Cut, "packed"), (PerSample, "padded")])
+def test_arguments_that_cannot_be_cut_are_refused(ranks: RankPool, module: Any, fmt: str) -> None:
+    text = refusal(ranks, module, partial(loader, (5, 3), 2, fmt))
     assert re.search("RegionError: region 'model' was called with a tensor of shape.*must be per-token", text)
 
 

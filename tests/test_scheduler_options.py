@@ -21,6 +21,7 @@ from lightning_dcp import (
     StaticScheduler,
     StepPlan,
     checks,
+    module_checks,
 )
 from lightning_dcp.schedule import CostModel, preset, save_cost_model
 from lightning_dcp.schedule.megatron import MegatronScheduler
@@ -278,7 +279,7 @@ def test_ranks_of_a_node_are_known_with_several_nodes(nodes: int, options: dict[
 def test_scheduler_and_mode_are_named(options: dict[str, Any], words: list[str]) -> None:
     strategy = DCPStrategy(max_seqlen_per_dp_cp_rank=64, **options)
     strategy.parallel_devices = [torch.device("cpu")] * 4
-    strategy._regions = checks.Regions({})
+    strategy._regions = module_checks.Regions({})
     for word in words:
         assert word in strategy.describe()
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dcp import ConfigurationError, Decoder, checks
+from lightning_dcp import ConfigurationError, Decoder, module_checks
 from lightning_dcp.attention import AttentionOptions, attention
 from lightning_dcp.models.dry_run import LENGTHS, dry_run
 from lightning_dcp.models.undisturbed import SMALL
@@ -663,15 +663,15 @@ class Noisy(Module):
 
 
 def weights(*, checked: bool) -> list[Tensor]:
-    checking = checks.check_attention
+    checking = module_checks.check_attention
     if not checked:
-        checks.check_attention = lambda *_: None  # type: ignore[assignment]
+        module_checks.check_attention = lambda *_: None  # type: ignore[assignment]
     try:
         L.seed_everything(3)
         module = Noisy()
         trainer(strategy={}, precision="32-true", max_epochs=2).fit(module, loader((5, 3, 4, 6), 2, shuffle=True))
     finally:
-        checks.check_attention = checking
+        module_checks.check_attention = checking
     return [p.detach() for p in module.parameters()]
 
 
@@ -681,8 +681,10 @@ def test_training_is_the_same_to_the_bit_with_and_without_the_check(ranks: RankP
 
 
 def test_the_error_reads_as_all_others() -> None:
-    regions = checks.Regions({"net": Stack(mask)})
-    text = str(ConfigurationError(checks._attention_problems(regions, set(), AttentionOptions(), True, torch.no_grad)))
+    regions = module_checks.Regions({"net": Stack(mask)})
+    text = str(
+        ConfigurationError(module_checks._attention_problems(regions, set(), AttentionOptions(), True, torch.no_grad))
+    )
     assert text.splitlines()[1].startswith("  1. asked: layer 'net.layers.0' (Layer) inside a context-parallel region")
     assert "    do: Change the call, or keep this layer out of the region" in text
 

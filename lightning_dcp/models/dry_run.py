@@ -17,8 +17,9 @@ from torch.nn.parameter import is_lazy
 from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.errors import UnsupportedAttentionError
+from lightning_dcp.models.adapter import ModelAdapter
 from lightning_dcp.models.compiled import COMPILED_CHILD, uncompiled
-from lightning_dcp.models.region import POSITIONS
+from lightning_dcp.models.positions import POSITIONS, shaped_positions
 from lightning_dcp.models.undisturbed import undisturbed
 from lightning_dcp.parallel.context import CPContext, make_context
 from lightning_dcp.parallel.groups import CPGroup
@@ -26,7 +27,7 @@ from lightning_dcp.parallel.groups import CPGroup
 LENGTHS = (5, 7)
 """Tokens of the made-up samples. What only one of them shows is chance: five experts, say, make router scores of five
 tokens look like attention scores."""
-TOKENS, MASK = "input_ids", "attention_mask"
+TOKENS, MASK, CACHE = "input_ids", "attention_mask", "use_cache"
 
 _COMMUNICATING = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 _REMEDY = "change the call, or name a region that leaves this layer out"
@@ -68,6 +69,7 @@ def dry_run(
     module: nn.Module,
     options: AttentionOptions = DEFAULT,
     *,
+    adapter: ModelAdapter | None = None,
     training: bool = True,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> DryRun:
@@ -80,17 +82,18 @@ def dry_run(
     Args:
         module: the region's module, on its device.
         options: the run's; a kernel that cannot compute the layers' calls is found as well.
+        adapter: how the module is called; by default as a plain module.
         training: leave layers in the mode they are in, as training does; else all are called in evaluation mode.
         forward_context: the precision plugin's context for a forward.
     """
-    region = uncompiled(module)
-    reason = _hindrance(region)
+    region, called = uncompiled(module), _Called.by(adapter)
+    reason = _hindrance(region, called.positions)
     if reason is not None:
         return DryRun(skipped=reason)
     runs: list[tuple[Finding, ...]] = []
     for number, tokens in enumerate(LENGTHS):
         try:
-            runs.append(_findings(region, tokens, number, options, training, forward_context))
+            runs.append(_findings(region, called, tokens, number, options, training, forward_context))
         except (Exception, SystemExit) as error:  # the module's own, with inputs that it was not made for
             return DryRun(skipped=f"a call with {tokens} made-up tokens failed: {type(error).__name__}: {error}")
         if not runs[-1]:
@@ -99,8 +102,22 @@ def dry_run(
     return DryRun(tuple(finding for finding in runs[0] if (finding.layer, finding.function) in again))
 
 
+@dataclass(frozen=True)
+class _Called:
+    """What a dry run needs of an adapter."""
+
+    positions: str = POSITIONS
+    all_ones: bool = False
+    serving: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @classmethod
+    def by(cls, adapter: ModelAdapter | None) -> _Called:
+        return cls() if adapter is None else cls(adapter.positions, adapter.all_ones, adapter.serving)
+
+
 def _findings(
     region: nn.Module,
+    called: _Called,
     tokens: int,
     number: int,
     options: AttentionOptions,
@@ -110,11 +127,11 @@ def _findings(
     device = _device(region)
     context = make_context(CPGroup(None, (0,)), 0, (tokens,), device=device)
     # On one rank nothing is exchanged, and a function that chooses the scheme may keep count of its choices.
-    with undisturbed(region, device), forward_context():
+    with undisturbed(region, device), forward_context(), called.serving():
         if not training:
             for layer in region.modules():
                 layer.training = False
-        args, kwargs = _arguments(region, context, _token(region, number))
+        args, kwargs = _arguments(region, called, context, _token(region, number))
         with CollectedProblems(region, context, replace(options, scheme="ring")) as collected:
             region.forward(*args, **kwargs)
     return tuple(dict.fromkeys(collected.findings))
@@ -123,7 +140,7 @@ def _findings(
 # ------------------------------------------------------------------ the call
 
 
-def _hindrance(region: nn.Module) -> str | None:
+def _hindrance(region: nn.Module, positions: str) -> str | None:
     """Why a module cannot be called with made-up tokens, or not without touching other ranks."""
     for name, tensor in chain(region.named_parameters(), region.named_buffers()):
         if is_lazy(tensor):
@@ -136,10 +153,10 @@ def _hindrance(region: nn.Module) -> str | None:
         if _COMMUNICATING & {kind.__name__ for kind in type(layer).__mro__}:
             return f"layer {name!r} ({type(layer).__name__}) communicates when it is called"
     parameters = _parameters(region)
-    if _token_parameter(region, parameters) is None:
+    if _token_parameter(region, parameters, positions) is None:
         return f"{type(region).__name__}.forward has no argument for token ids"
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    others = [name for name in needed if name not in (_token_parameter(region, parameters), POSITIONS, MASK)]
+    others = [name for name in needed if name not in (_token_parameter(region, parameters, positions), positions, MASK)]
     return f"{type(region).__name__}.forward needs {', '.join(others)}" if others else None
 
 
@@ -150,28 +167,32 @@ def _parameters(region: nn.Module) -> Sequence[inspect.Parameter]:
         return ()
 
 
-def _token_parameter(region: nn.Module, parameters: Sequence[inspect.Parameter]) -> str | None:
+def _token_parameter(region: nn.Module, parameters: Sequence[inspect.Parameter], positions: str) -> str | None:
     """``input_ids``, or else the first positional argument of a module that embeds tokens."""
     if any(p.name == TOKENS for p in parameters):
         return TOKENS
     first = next((p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
     embeds = any(isinstance(layer, nn.Embedding) for layer in region.modules())
-    return first.name if first is not None and embeds and first.name != POSITIONS else None
+    return first.name if first is not None and embeds and first.name != positions else None
 
 
-def _arguments(region: nn.Module, context: CPContext, token: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(
+    region: nn.Module, called: _Called, context: CPContext, token: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Token ids and positions, as regions give them; no mask, as regions leave it out."""
     signature = inspect.signature(region.forward)
     parameters = tuple(signature.parameters.values())
     bound = signature.bind_partial()
     for parameter in parameters:
-        if parameter.name == _token_parameter(region, parameters):
+        if parameter.name == _token_parameter(region, parameters, called.positions):
             ids = torch.full((1, context.num_local_tokens), token, dtype=torch.int64, device=context.device)
             bound.arguments[parameter.name] = ids
-        elif parameter.name == POSITIONS:
-            bound.arguments[parameter.name] = context.positions
+        elif parameter.name == called.positions:
+            bound.arguments[parameter.name] = shaped_positions(called.positions, context.positions)
         elif parameter.name == MASK:
-            bound.arguments[parameter.name] = None
+            bound.arguments[parameter.name] = torch.ones_like(context.positions) if called.all_ones else None
+        elif parameter.name == CACHE:
+            bound.arguments[parameter.name] = False
     return bound.args, bound.kwargs
 
 

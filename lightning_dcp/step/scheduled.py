@@ -14,7 +14,7 @@ from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.batch.view import BatchView, view
 from lightning_dcp.errors import PlanMismatchError, SampleTooLongError
 from lightning_dcp.loss.weighting import LossNormalization, pack_weight
-from lightning_dcp.models.region import ActivePack
+from lightning_dcp.models.call import ActivePack
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.groups import ParallelGroups
@@ -99,7 +99,7 @@ class ScheduledBatch:
         )
         seed = seed_of(self.seed, number)
         limit = self.plan.max_seqlen_per_dp_cp_rank
-        active = ActivePack(view(batch), context, limit, seed_of(seed, rank), self.attention)
+        active = ActivePack(view(batch), context, limit, seed_of(seed, rank), self.attention, pack.layout)
         weight = pack_weight(self.normalization, pack, self.targets)
         return PackWork(number, pack, batch, active, weight, rank == 0, seed)
 

@@ -1,0 +1,107 @@
+"""The loss of a Hugging Face causal model from its hidden states, without logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from lightning_dcp.batch.labels import IGNORE_INDEX
+from lightning_dcp.errors import RegionError
+from lightning_dcp.models.call import RegionCall
+from lightning_dcp.models.huggingface.loss import Labels
+from lightning_dcp.models.undisturbed import undisturbed
+
+
+@dataclass(frozen=True)
+class FusedHead:
+    """How a model makes logits of hidden states.
+
+    Attributes:
+        head: its last layer.
+        softcap: logits are capped smoothly at plus and minus this; None for no cap.
+        scale: factor of the logits, before the cap.
+    """
+
+    head: nn.Linear
+    softcap: float | None
+    scale: float
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``[..., V]`` of hidden states ``[..., H]``, as a whole."""
+        logits = self.head(hidden) * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def fused_head(model: PreTrainedModel) -> FusedHead:
+    """The head of a model, as far as its configuration tells.
+
+    Raises:
+        RegionError: no plain linear layer, or a loss function of the user's own.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise RegionError(f"its output layer is {type(head).__name__}, not a plain Linear")
+    if hasattr(model, "_loss_function"):
+        raise RegionError("it has a loss function of its own (model.loss_function was set)")
+    config = model.config.get_text_config()
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    scale = getattr(config, "logit_scale", None)  # Cohere
+    factor = (1.0 if scale is None else float(scale)) / (1.0 if divisor is None else float(divisor))
+    return FusedHead(head, getattr(config, "final_logit_softcapping", None), factor)
+
+
+def check_fused_head(model: PreTrainedModel, head: FusedHead) -> None:
+    """Compare a few logits of the model with those that the head makes of its hidden states; nothing of the model changes.
+
+    Raises:
+        RegionError: the model makes its logits in another way.
+    """
+    ids = torch.arange(1, 4, device=head.head.weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    with undisturbed(model, ids.device):
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        ours, own = head.logits(hidden).double(), model(input_ids=ids, use_cache=False).logits.double()
+    eps = torch.finfo(head.head.weight.dtype).eps
+    if ours.shape != own.shape or not torch.allclose(
+        ours, own, rtol=100 * eps, atol=100 * eps * float(own.abs().max())
+    ):
+        raise RegionError("its logits are not what its output layer makes of the last hidden states")
+
+
+def fused_loss(call: RegionCall, model: PreTrainedModel, head: FusedHead, asked: Labels) -> CausalLMOutputWithPast:
+    """Run a call without its head, and compute the loss of each token from its hidden state.
+
+    Returns:
+        An output with ``.loss``, and hidden states if they were asked for; ``.logits`` is None.
+    """
+    out = call.run(partial(_base_output, model.base_model), all_ones=True)
+    losses = _losses(out.last_hidden_state[0], head, call.local_targets(asked.targets)[0])
+    divisor: Any = asked.options.get("num_items_in_batch")
+    if divisor is None:
+        divisor = (asked.targets.values() if asked.targets.is_nested else asked.targets).ne(IGNORE_INDEX).sum()
+    total = (call.whole(losses.unsqueeze(0)) if call.pack.sharded else call.packed(losses.unsqueeze(0))).sum()
+    states = call.gathered(out.hidden_states) if out.get("hidden_states") is not None else None
+    return CausalLMOutputWithPast(loss=total / divisor, hidden_states=states)
+
+
+def _base_output(base: nn.Module, **arguments: Any) -> Any:
+    return base(**arguments)
+
+
+def _losses(hidden: Tensor, head: FusedHead, targets: Tensor) -> Tensor:
+    from lightning_dcp.loss.linear_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(
+        hidden,
+        head.head.weight,
+        targets,
+        bias=head.head.bias,
+        softcap=head.softcap,
+        logit_scale=head.scale,
+        reduction="none",
+    )

@@ -1,0 +1,60 @@
+"""What a Hugging Face model's mask function says, read from the function instead of a tensor of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_dcp.errors import UnsupportedAttentionError
+
+_CAUSAL, _BIDIRECTIONAL = "causal_mask_function", "bidirectional_mask_function"
+_WINDOWS = ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
+_BORDERS = (
+    *("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "padding_mask_function"),
+    *("and_masks", "add_offsets_to_mask_function"),
+)
+"""Parts that say where samples begin and end, which the plan says better, or that only join others."""
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """Stands where a model passes its mask on from layer to layer.
+
+    Attributes:
+        is_causal: whether a token sees none that comes after it.
+        window: how many tokens, itself among them, it sees to each side; None for all.
+    """
+
+    is_causal: bool
+    window: int | None
+
+
+def mask_kind(*args: Any, mask_function: Callable[..., Any], **options: Any) -> MaskKind:
+    """A mask function for ``transformers.AttentionMaskInterface``: it looks at the function it is given, and makes no mask.
+
+    Raises:
+        UnsupportedAttentionError: a mask that is none of causal, bidirectional, sliding window: chunked attention, blocks
+            that see each other, functions of the user's.
+    """
+    parts = dict(_parts(mask_function))
+    known = {_CAUSAL, _BIDIRECTIONAL, *_WINDOWS, *_BORDERS}
+    if strange := sorted(parts.keys() - known):
+        raise UnsupportedAttentionError(
+            f"a mask of the kind {', '.join(strange)}, which cannot be kept over a CP group. Use causal, bidirectional or "
+            "sliding-window attention, or name a region that leaves this model out"
+        )
+    window = next((parts[name]["sliding_window"] for name in _WINDOWS if name in parts), None)
+    return MaskKind(is_causal=_CAUSAL in parts, window=window)
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The functions that a mask function is made of, by the names of those that made them, with what these closed over."""
+    name = getattr(function, "__qualname__", type(function).__name__).split(".")[0]
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    closed = dict(zip(code.co_freevars if code else (), (cell.cell_contents for cell in cells), strict=True))
+    yield name, closed
+    for value in closed.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if callable(part):
+                yield from _parts(part)
