@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from lightning_dcp.errors import BatchError
 from lightning_dcp.schedule.plan import Pack
 
 LossNormalization = Literal["tokens", "samples", "sum"]
@@ -35,10 +36,31 @@ def pack_weight(normalization: LossNormalization, pack: Pack, targets: Sequence[
     return sum(targets[s] for s in pack.samples) / total if total else 0.0
 
 
-def backward_scale(weight: float, cp_size: int, accumulate_grad_batches: int) -> float:
-    """The factor of a pack's loss on each rank of its group before backward.
+def shard_weight(normalization: LossNormalization, targets: int, batch_targets: int) -> float:
+    """The factor of one rank's part of a pack's loss, with sharded outputs; the parts of a pack add up to its share.
 
-    Each of the c ranks holds the same loss, hence 1/c (:mod:`lightning_dcp.parallel.shard` has the whole argument).
-    Lightning's accumulation is the mean over batches, hence the last factor.
+    Args:
+        normalization: ``tokens`` or ``sum``; a mean over samples has no parts.
+        targets: targets among this rank's tokens.
+        batch_targets: targets of the whole batch.
+
+    Raises:
+        BatchError: a mean over samples.
     """
-    return weight / cp_size / accumulate_grad_batches
+    if normalization == "samples":
+        raise BatchError("a mean over samples cannot be added up from parts of samples: use outputs='gathered'")
+    if normalization == "sum":
+        return 1.0
+    return targets / batch_targets if batch_targets else 0.0
+
+
+def backward_scale(weight: float, copies: int, accumulate_grad_batches: int) -> float:
+    """The factor of a loss before backward.
+
+    Args:
+        weight: the loss's share of the step's objective.
+        copies: ranks that hold this same loss. Gathered outputs give it to each of the c ranks of a group, hence 1/c
+            (:mod:`lightning_dcp.parallel.shard` has the whole argument); sharded ones give each rank a part of its own.
+        accumulate_grad_batches: Lightning's accumulation is the mean over batches.
+    """
+    return weight / copies / accumulate_grad_batches

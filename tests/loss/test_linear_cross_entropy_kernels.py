@@ -289,8 +289,16 @@ def test_products_on_cuda_come_out_in_float32(monkeypatch):
         torch.testing.assert_close(own.float(), wanted, rtol=2**-6, atol=2**-9)
 
 
-def test_which_operands_are_widened():
+@pytest.mark.parametrize(("capability", "held"), [((9, 0), torch.bfloat16), ((7, 5), torch.float32)])
+def test_which_operands_are_widened(monkeypatch, capability, held):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    matmul._can_widen.cache_clear()
     assert matmul.operand_dtype(torch.bfloat16, cpu) == torch.float32
     assert matmul.operand_dtype(torch.float64, cuda) == torch.float64
-    assert matmul.operand_dtype(torch.bfloat16, cuda) == torch.bfloat16
+    assert matmul.operand_dtype(torch.bfloat16, cuda) == held
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    matmul._can_widen.cache_clear()
+    assert matmul.operand_dtype(torch.bfloat16, cuda) == torch.float32
+    matmul._can_widen.cache_clear()

@@ -36,6 +36,7 @@ def refused(hidden=HIDDEN, weight=WEIGHT, targets=TARGETS, **options):
         ({"token_weights": torch.ones(6)}, "token_weights [2, 3]"),
         ({"token_weights": torch.ones(2, 3, dtype=torch.complex64)}, "token_weights"),
         ({"hidden": HIDDEN.to("meta")}, "device"),
+        ({"targets": TARGETS.to("meta")}, "device"),
         ({"label_smoothing": 1.1}, "label_smoothing"),
         ({"label_smoothing": -0.1}, "label_smoothing"),
         ({"z_loss": -1.0}, "z_loss"),

@@ -89,11 +89,7 @@ def prepare(arguments: Arguments) -> Inputs:
     if arguments.tp_group is not None:
         raise_problems(membership_problems(arguments.tp_group))
     dtype = compute_dtype(arguments.hidden)
-    problems = _option_problems(arguments) + _dtype_problems(arguments, dtype)
-    if any(x.is_nested for x in _tensors(arguments).values()):
-        problems.append(Problem("tensors of one shape", "nested ones", "pass .values() of nested tensors"))
-    else:
-        problems += _shape_problems(arguments) + _value_problems(arguments)
+    problems = _option_problems(arguments) + _dtype_problems(arguments, dtype) + _layout_problems(arguments)
     if not problems and arguments.fused:
         problems += kernel_problems(_call(arguments, dtype, _transform(arguments)), arguments.kernel)
     if arguments.tp_group is not None:
@@ -179,6 +175,13 @@ def _option_problems(a: Arguments) -> list[Problem]:
         if given and not a.fused:
             problems.append(Problem(name, "fused=False, which makes all logits at once", f"drop {name} or fused=False"))
     return problems
+
+
+def _layout_problems(a: Arguments) -> list[Problem]:
+    tensors = _tensors(a).values()
+    if any(x.is_nested for x in tensors):
+        return [Problem("tensors of one shape", "nested ones", "pass .values() of nested tensors")]
+    return _shape_problems(a) + ([] if any(x.is_meta for x in tensors) else _value_problems(a))
 
 
 def _shape_problems(a: Arguments) -> list[Problem]:

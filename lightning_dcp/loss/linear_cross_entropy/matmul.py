@@ -17,14 +17,19 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @cache
-def _can_widen() -> bool:
-    """Whether ``torch.mm`` takes ``out_dtype`` (CUDA only, since torch 2.8)."""
-    return hasattr(torch.ops.aten.mm, "dtype")
+def _can_widen(device: torch.device) -> bool:
+    """Whether ``torch.mm`` takes ``out_dtype`` there: NVIDIA GPUs since Ampere, since torch 2.8."""
+    if device.type != "cuda" or torch.version.hip is not None or not hasattr(torch.ops.aten.mm, "dtype"):
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What operands are held in: half precision where the product comes out in float32 nevertheless, else float32."""
-    return dtype if device.type == "cuda" and _can_widen() else wide_dtype(dtype)
+    """What operands are held in: half precision where the product comes out in float32 nevertheless, else float32.
+
+    In the second case half-precision weights are there once more in float32, in forward and backward.
+    """
+    return dtype if dtype in HALF and _can_widen(device) else wide_dtype(dtype)
 
 
 def wide_matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def temperature_problems(temperature: float | Tensor, targets: Tensor, *, fused:
         targets: ``[...]``.
         fused: whether one number must do for all tokens.
     """
-    values = temperature.detach() if isinstance(temperature, Tensor) else torch.tensor(float(temperature))
+    values = temperature.detach() if isinstance(temperature, Tensor) else torch.tensor(temperature, dtype=torch.float64)
     asked = f"temperature={temperature if not isinstance(temperature, Tensor) else f'a tensor {list(values.shape)}'}"
     if values.is_complex() or values.dtype == torch.bool:
         return [Problem(asked, f"numbers of {values.dtype}", "give real numbers")]
