@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_dcp.errors import BatchError
+from lightning_dcp.step.metric_state import MetricState, value_of_states
+from lightning_dcp.step.metrics import noting_calls
 
 
 @dataclass(frozen=True)
@@ -21,18 +24,20 @@ class LoggedValue:
     """One value that a pack logged.
 
     Attributes:
-        value: the value; None for a torchmetrics object, which keeps its own state.
+        value: the value, in the precision that Lightning keeps; None for a torchmetrics object, which keeps its own state.
         batch_size: the weight that the user gave, if any.
         options: the other arguments of ``self.log``.
+        state: of a metric object that was called in this pack and is logged on_step: what the call alone gave.
     """
 
-    value: float | Tensor | None
+    value: Tensor | None
     batch_size: int | None
     options: Mapping[str, Any] = field(default_factory=dict)
+    state: MetricState | None = None
 
 
-PackLogs = dict[str, LoggedValue]
-"""What one pack logged, by key."""
+PackLogs = dict[str, list[LoggedValue]]
+"""What one pack logged, by key, in the order of the calls."""
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -47,30 +52,45 @@ def recording(module: LightningModule) -> Iterator[PackLogs]:
         for handled in ("self", "sync_dist", "sync_dist_group"):  # the joined value is the same on all ranks
             options.pop(handled, None)
         name, value, batch_size = options.pop("name"), options.pop("value"), options.pop("batch_size", None)
-        _refuse(name, value, options, in_training=module.trainer.training)
+        if options.get("enable_graph"):
+            raise BatchError(
+                f"self.log({name!r}, enable_graph=True): values are joined over packs, which keeps no graph"
+            )
+        state = None
         if isinstance(value, Metric):
             options["metric_attribute"] = options.get("metric_attribute") or _attribute_of(module, name, value)
-            value = None
-        logs[name] = LoggedValue(value.detach().cpu() if isinstance(value, Tensor) else value, batch_size, options)
+            if _on_step(options, in_training=bool(module.trainer.training)):
+                state = calls.state(value)
+        number = None if isinstance(value, Metric) else _number(name, value)
+        logs.setdefault(name, []).append(LoggedValue(number, batch_size, options, state))
 
     # An attribute of the instance, so that log_dict and calls from callbacks go the same way.
     module.log = record  # type: ignore[method-assign]
     try:
-        yield logs
+        with noting_calls(module) as calls:
+            yield logs
     finally:
         del module.log
 
 
-def _refuse(name: str, value: Any, options: Mapping[str, Any], *, in_training: bool) -> None:
-    if options.get("enable_graph"):
-        raise BatchError(f"self.log({name!r}, enable_graph=True): values are joined over packs, which keeps no graph")
+def _on_step(options: Mapping[str, Any], *, in_training: bool) -> bool:
     on_step = options.get("on_step")
-    # Lightning's default in training_step is on_step=True
-    if isinstance(value, Metric) and (in_training if on_step is None else on_step):
+    return in_training if on_step is None else bool(on_step)  # Lightning's default in training_step is on_step=True
+
+
+def _number(name: str, value: Any) -> Tensor:
+    """A scalar on the CPU, in the dtype that Lightning would keep it in."""
+    if not isinstance(value, (Tensor, Number)):
         raise BatchError(
-            f"self.log({name!r}, metric, on_step=True): a metric object has no value for one batch under this strategy; "
-            "log it with on_step=False, on_epoch=True"
+            f"self.log({name!r}, ...) got a {type(value).__name__}; log a number, a tensor or a metric object"
         )
+    default = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=default)
+    if value.numel() != 1:
+        raise BatchError(f"self.log({name!r}, ...) got a tensor of shape {list(value.shape)}; log a single element")
+    kept = value.dtype in (torch.float32, torch.float64)
+    return value.detach().squeeze().to("cpu", value.dtype if kept else default)
 
 
 def _attribute_of(module: LightningModule, name: str, metric: Metric) -> str:
@@ -105,21 +125,46 @@ def replay(module: LightningModule, packs: Sequence[WeightedLogs], *, samples: i
     Raises:
         BatchError: packs logged different keys, or a mean is asked for and nothing says what it is over.
     """
-    names = list(packs[0].logs)
-    for pack in packs:
-        if set(pack.logs) != set(names):
-            odd = sorted(set(names) ^ set(pack.logs))
-            raise BatchError(
-                f"self.log was called with {odd} for some packs of the batch and not for others; one process would log "
-                "once for the whole batch. Log the same keys for every pack (NaN-free defaults where there is nothing)."
-            )
-    for name in names:
-        entries = [(pack.logs[name], pack) for pack in packs]
-        options = _options(name, [value for value, _ in entries])
-        _check_mean(name, entries[0][0], summed=summed)
-        sizes = [value.batch_size for value, _ in entries if value.batch_size is not None]
-        value = _metric(module, options) if entries[0][0].value is None else _join(name, entries)
-        module.log(name, value, batch_size=sum(sizes) if sizes else samples, **options)
+    counts = [{name: len(calls) for name, calls in pack.logs.items()} for pack in packs]
+    if any(count != counts[0] for count in counts):
+        raise BatchError(_different_keys(counts))
+    for name, times in counts[0].items():
+        for i in range(times):
+            _replay_one(module, name, [(pack.logs[name][i], pack) for pack in packs], samples, summed=summed)
+
+
+def _different_keys(counts: Sequence[Mapping[str, int]]) -> str:
+    odd = sorted(
+        {name for count in counts for name in counts[0].keys() | count.keys() if count.get(name) != counts[0].get(name)}
+    )
+    return (
+        f"self.log was called with {odd} for some packs of the batch and not for others (or not as often); one process would "
+        "log once for the whole batch. Log the same keys for every pack (NaN-free defaults where there is nothing). That "
+        "goes for rank_zero_only=True as well: call self.log on every rank, whose packs are parts of one batch."
+    )
+
+
+Entry = tuple[LoggedValue, WeightedLogs]
+"""What one pack logged under a name, and the pack."""
+
+
+def _replay_one(module: LightningModule, name: str, entries: Sequence[Entry], samples: int, *, summed: bool) -> None:
+    options = _options(name, [value for value, _ in entries])
+    _check_mean(name, entries[0][0], summed=summed)
+    sizes = [value.batch_size for value, _ in entries if value.batch_size is not None]
+    value = _metric(module, entries) if entries[0][0].value is None else _join(entries)
+    module.log(name, value, batch_size=sum(sizes) if sizes else samples, **options)
+
+
+def _metric(module: LightningModule, entries: Sequence[Entry]) -> Metric:
+    """The metric object, which holds the value of the batch where Lightning looks for it.
+
+    Without a call in the step there is no such value, as in Lightning.
+    """
+    metric: Any = module.get_submodule(entries[0][0].options["metric_attribute"])
+    states = [value.state for value, _ in entries if value.state is not None]
+    metric._forward_cache = value_of_states(metric, states) if states else None
+    return metric
 
 
 def _check_mean(name: str, logged: LoggedValue, *, summed: bool) -> None:
@@ -132,7 +177,8 @@ def _check_mean(name: str, logged: LoggedValue, *, summed: bool) -> None:
 
 def _reduction(logged: LoggedValue) -> str:
     reduce_fx = logged.options.get("reduce_fx", "mean")
-    return reduce_fx.lower() if isinstance(reduce_fx, str) else str(reduce_fx.__name__)
+    name = reduce_fx.lower() if isinstance(reduce_fx, str) else str(reduce_fx.__name__)
+    return "mean" if name == "avg" else name  # Lightning takes both
 
 
 def _options(name: str, values: Sequence[LoggedValue]) -> dict[str, Any]:
@@ -144,30 +190,20 @@ def _options(name: str, values: Sequence[LoggedValue]) -> dict[str, Any]:
     return dict(first.options)
 
 
-def _metric(module: LightningModule, options: Mapping[str, Any]) -> Any:
-    return module.get_submodule(options["metric_attribute"])
-
-
-def _join(name: str, entries: Sequence[tuple[LoggedValue, WeightedLogs]]) -> Tensor:
-    values = [torch.as_tensor(value.value, dtype=_float_dtype(value.value)).squeeze() for value, _ in entries]
-    stacked = torch.stack(values)
+def _join(entries: Sequence[Entry]) -> Tensor:
+    stacked = torch.stack([value.value for value, _ in entries if value.value is not None])
     kind = _reduction(entries[0][0])
     if kind in ("sum", "min", "max"):
         return getattr(stacked, kind)()
     return _weighted(stacked, *_weights(entries))
 
 
-def _float_dtype(value: Any) -> torch.dtype:
-    if isinstance(value, Tensor):
-        return torch.promote_types(value.dtype, torch.float32)
-    return torch.float64
-
-
-def _weights(entries: Sequence[tuple[LoggedValue, WeightedLogs]]) -> tuple[list[float], float]:
+def _weights(entries: Sequence[Entry]) -> tuple[list[float], float]:
     """Weights of the packs, and what their weighted sum is divided by."""
     if entries[0][0].batch_size is not None:
         weights = [float(value.batch_size or 0) for value, _ in entries]
-        return weights, sum(weights)
+        if any(weights):
+            return weights, sum(weights)
     weights = [pack.weight for _, pack in entries]
     if any(weights):
         return weights, 1.0

@@ -17,9 +17,10 @@ from lightning_dcp.errors import BatchError, RegionError
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.randomness import seeded
 from lightning_dcp.step.logs import PackLogs, WeightedLogs, recording, replay
-from lightning_dcp.step.metrics import counted_once
+from lightning_dcp.step.metrics import counted_once, metrics_of_batch
 from lightning_dcp.step.outputs import PackOutput, join_outputs
 from lightning_dcp.step.scheduled import PackWork, ScheduledBatch
+from lightning_dcp.step.windows import Window
 
 
 @dataclass(frozen=True)
@@ -70,20 +71,27 @@ def run_packs(
         after: what happens to each output at once (backward, in training).
     """
     start, waited = time.perf_counter(), scheduled.clock.seconds
-    results = [r for work in scheduled.works() if (r := _run_pack(work, module, regions, step, after)) is not None]
-    seconds = time.perf_counter() - start
-    busy = seconds - (scheduled.clock.seconds - waited)
+    with metrics_of_batch(module, scheduled.groups.control) as windows:
+        each = (_run_pack(work, module, regions, step, after, windows) for work in scheduled.works())
+        results = [result for result in each if result is not None]
+        seconds = time.perf_counter() - start
+        busy = seconds - (scheduled.clock.seconds - waited)
     return _join(scheduled, module, results, busy, seconds)
 
 
 def _run_pack(
-    work: PackWork, module: LightningModule, regions: Regions, step: RunStep, after: AfterStep
+    work: PackWork,
+    module: LightningModule,
+    regions: Regions,
+    step: RunStep,
+    after: AfterStep,
+    windows: Sequence[Window],
 ) -> PackResult | None:
     calls = regions.calls
     with (
         regions.active(work.active),
         recording(module) as logs,
-        counted_once(module, leader=work.leader),
+        counted_once(module, leader=work.leader, windows=windows),
         seeded(work.seed, work.active.context.device),
     ):
         output = step(work.batch)
