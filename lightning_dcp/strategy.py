@@ -34,7 +34,7 @@ from lightning_dcp.data.prepare import prepare_loader
 from lightning_dcp.errors import BatchError, raise_problems
 from lightning_dcp.launcher import DCPSubprocessLauncher
 from lightning_dcp.loss.weighting import LossNormalization, backward_scale
-from lightning_dcp.models.region import Regions
+from lightning_dcp.models.region import Regions, backward_of_nothing
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.gradients import all_reduce_gradients
 from lightning_dcp.parallel.groups import ParallelGroups, initialize_groups
@@ -43,6 +43,7 @@ from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import CostModel, Scheduler
 from lightning_dcp.schedule.choice import SchedulerChoice
+from lightning_dcp.step.agreement import GATHERED, OutputsChoice, gradient_tolerance
 from lightning_dcp.step.ahead import PlanAhead, PlanCounts
 from lightning_dcp.step.runner import detached, loss_of, run_packs
 from lightning_dcp.step.scheduled import PackWork, ScheduledBatch, schedule_batch
@@ -200,6 +201,7 @@ class DCPStrategy(DDPStrategy):
         self._planner: PlanAhead | None = None
         self._callback: SchedulerCallback | None = None
         self._watchdog: Watchdog | None = None
+        self._outputs = GATHERED
         self._stash: list[Tensor | None] | None = None
         self._running_packs = False
         raise_problems(problems + checks.argument_problems(self))
@@ -300,6 +302,7 @@ class DCPStrategy(DDPStrategy):
         """Check the module, find its regions, and bring it and its optimizers to the device."""
         self._regions = module_checks.check_module(self, self._module, trainer)
         self._planner = self._new_planner()
+        self._outputs = OutputsChoice(self.outputs, gradient_tolerance(self.precision_plugin.precision))
         self._attention = self.attention_settings.build(self.cost_model, self.groups, self.root_device, rank_zero_info)
         if self.accelerator is None or self.model is None:
             raise RuntimeError("setup() needs an accelerator and a model; the Trainer provides both")
@@ -387,7 +390,7 @@ class DCPStrategy(DDPStrategy):
         if self._trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:
             self._take_gradients()  # left over from the window before
         after = partial(self._pack_backward, accumulate)
-        output = self._run("training_step", self.precision_plugin.train_step_context, batch, args, after)
+        output = self._run("training_step", self.precision_plugin.train_step_context, batch, args, after, self._outputs)
         self._stash = self._take_gradients()
         return output
 
@@ -410,6 +413,7 @@ class DCPStrategy(DDPStrategy):
         batch: Any,
         args: tuple[Any, ...],
         after: Callable[[PackWork, Any], Any],
+        outputs: OutputsChoice = GATHERED,
     ) -> Any:
         scheduled = self.callback.scheduled
         if scheduled is None or scheduled.view.batch is not batch:
@@ -422,7 +426,7 @@ class DCPStrategy(DDPStrategy):
         self._running_packs = True
         try:
             with self._naming_failures():
-                self.callback.result = run_packs(scheduled, self._module, self.regions, step, after)
+                self.callback.result = run_packs(scheduled, self._module, self.regions, step, after, outputs)
         except StopIteration as error:  # Lightning would take it for the end of the epoch
             raise RuntimeError(f"StopIteration inside {name}") from error
         finally:
@@ -456,10 +460,13 @@ class DCPStrategy(DDPStrategy):
     def _pack_backward(self, accumulate: int, work: PackWork, output: Any) -> Any:
         loss = loss_of(output)
         if work.weight:  # a pack without targets adds nothing, and its mean over nothing is NaN
-            scaled = loss * backward_scale(work.weight, work.pack.cp_size, accumulate)
+            scaled = loss * backward_scale(work.weight, work.copies, accumulate)
             scaler = getattr(self.precision_plugin, "scaler", None)
             with self.regions.backward_of(work.active):
                 self._module.backward(scaled if scaler is None else scaler.scale(scaled))
+        elif work.pack_weight:
+            with self.regions.backward_of(work.active):
+                backward_of_nothing(loss)
         return _keep(work, output)
 
     def _take_gradients(self) -> list[Tensor | None]:

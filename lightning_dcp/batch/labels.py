@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_dcp.batch.convert import is_jagged
 from lightning_dcp.batch.packed import PackedBatch
 from lightning_dcp.batch.sequences import IGNORE_INDEX, SequenceView, read_rows, shift_packed
+from lightning_dcp.batch.sharded import ShardedBatch
 from lightning_dcp.batch.targets import refuse_both
 from lightning_dcp.batch.view import view
 from lightning_dcp.errors import BatchError
@@ -32,7 +33,8 @@ def shifted_labels(batch: Batch) -> Tensor:
     Raises:
         BatchError: neither or both of ``labels`` and ``shift_labels`` are there, or labels that are not per-token.
     """
-    refuse_both(batch)
+    if not isinstance(batch, ShardedBatch):  # which has both, as labels cannot be shifted there
+        refuse_both(batch)
     if "shift_labels" in batch:
         return batch["shift_labels"]
     if "labels" not in batch:

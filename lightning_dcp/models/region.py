@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
-from torch.utils import _pytree as pytree
+from torch.autograd.graph import GradientEdge
 
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.errors import UnsupportedAttentionError
@@ -45,7 +45,6 @@ class Regions:
         modules: the modules by name.
         adapters: how each is called.
         calls: calls of all regions so far.
-        outputs: tensors that calls gave since :meth:`active`, while a sharded step runs; else empty.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Regions:
         self.modules = dict(modules)
         self.adapters = {name: adapt(module) for name, module in self.modules.items()}
         self.calls = 0
-        self.outputs: list[Tensor] = []
         self._compiler = compiler
         self._replaced: dict[str, tuple[str, Any]] = {}
         self._pack: ActivePack | None = None
@@ -90,7 +88,6 @@ class Regions:
             yield
         finally:
             self._pack = before
-            self.outputs.clear()
 
     @contextmanager
     def backward_of(self, pack: ActivePack) -> Iterator[None]:
@@ -129,8 +126,6 @@ class Regions:
         finally:
             self._pack = pack
             self.calls += 1
-        if pack.sharded:
-            self.outputs += [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         return out
 
     def _mark(self, out: Tensor, context: CPContext) -> Tensor:
@@ -153,12 +148,35 @@ class _BackwardEnters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, regions: Regions, context: CPContext) -> Tensor:
         ctx.regions, ctx.context = regions, context
+        ctx.shape, ctx.options = out.shape, {"dtype": out.dtype, "device": out.device}
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ctx.regions.backward_enters(ctx.context)
         return grads[0], None, None
+
+
+def backward_of_nothing(loss: Tensor) -> None:
+    """Go through the regions' part of a loss's backward with gradients of zero, and through nothing else.
+
+    A rank whose tokens are no targets has nothing to add, and a loss that is a mean over nothing; but the others of its group
+    meet it inside the regions' backward.
+    """
+    marks: list[Any] = []
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _BackwardEnters._backward_cls):
+            marks.append(node)
+        else:
+            waiting += [function for function, _ in node.next_functions]
+    if marks:
+        zeros = [torch.zeros(node.shape, **node.options) for node in marks]
+        torch.autograd.backward([GradientEdge(node, 0) for node in marks], zeros)
 
 
 def _layer_of(error: BaseException, region: nn.Module, name: str) -> str:

@@ -152,7 +152,7 @@ def _replay_one(module: LightningModule, name: str, entries: Sequence[Entry], sa
     options = _options(name, [value for value, _ in entries])
     _check_mean(name, entries[0][0], summed=summed)
     sizes = [value.batch_size for value, _ in entries if value.batch_size is not None]
-    value = _metric(module, entries) if entries[0][0].value is None else _join(entries)
+    value = _metric(module, entries) if entries[0][0].value is None else join_values(entries)
     module.log(name, value, batch_size=sum(sizes) if sizes else samples, **options)
 
 
@@ -190,7 +190,8 @@ def _options(name: str, values: Sequence[LoggedValue]) -> dict[str, Any]:
     return dict(first.options)
 
 
-def _join(entries: Sequence[Entry]) -> Tensor:
+def join_values(entries: Sequence[Entry]) -> Tensor:
+    """One value of the values that packs (or parts of packs) logged in one call each."""
     stacked = torch.stack([value.value for value, _ in entries if value.value is not None])
     kind = _reduction(entries[0][0])
     if kind in ("sum", "min", "max"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,10 +16,12 @@ from lightning_dcp.batch.packed import PackedBatch
 from lightning_dcp.errors import BatchError, RegionError
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.randomness import seeded
+from lightning_dcp.step.agreement import GATHERED, Attempt, OutputsChoice, compare
 from lightning_dcp.step.logs import PackLogs, WeightedLogs, recording, replay
-from lightning_dcp.step.metrics import counted_once, metrics_of_batch
+from lightning_dcp.step.metrics import counted_once, metrics_of, metrics_of_batch
 from lightning_dcp.step.outputs import PackOutput, join_outputs
 from lightning_dcp.step.scheduled import PackWork, ScheduledBatch
+from lightning_dcp.step.shards import sharded
 from lightning_dcp.step.windows import Window
 
 
@@ -60,6 +62,7 @@ def run_packs(
     regions: Regions,
     step: RunStep,
     after: AfterStep,
+    outputs: OutputsChoice = GATHERED,
 ) -> BatchResult:
     """Run a step on every pack of this rank, then join outputs and logs over the plane.
 
@@ -69,56 +72,110 @@ def run_packs(
         regions: its context-parallel regions.
         step: the user's step.
         after: what happens to each output at once (backward, in training).
+        outputs: whether the step sees whole samples or this rank's tokens; decided here while it is not.
     """
     start, waited = time.perf_counter(), scheduled.clock.seconds
     with metrics_of_batch(module, scheduled.groups.control) as windows:
-        each = (_run_pack(work, module, regions, step, after, windows) for work in scheduled.works())
-        results = [result for result in each if result is not None]
+        runner = _PackRunner(scheduled, module, regions, step, after, windows, outputs)
+        results = [result for work in scheduled.works() if (result := runner.run(work)) is not None]
         seconds = time.perf_counter() - start
         busy = seconds - (scheduled.clock.seconds - waited)
-    return _join(scheduled, module, results, busy, seconds)
+    return _join(scheduled, module, _RankResult(results, busy, seconds, runner.verdict), outputs)
 
 
-def _run_pack(
-    work: PackWork,
-    module: LightningModule,
-    regions: Regions,
-    step: RunStep,
-    after: AfterStep,
-    windows: Sequence[Window],
-) -> PackResult | None:
-    calls = regions.calls
-    with (
-        regions.active(work.active),
-        recording(module) as logs,
-        counted_once(module, leader=work.leader, windows=windows),
-        seeded(work.seed, work.active.context.device),
-    ):
-        output = step(work.batch)
-    kept = after(work, output)
-    if regions.calls == calls:
-        raise RegionError(
-            f"the step of {type(module).__name__} called none of its context-parallel regions {list(regions.modules)}: "
-            "code that runs beside them sees packs without borders between samples. Call the module itself (not its "
-            "parts, nor its forward method), or name the modules that are called: DCPStrategy(regions=[...])."
-        )
-    return PackResult(work.number, work.weight, kept, logs) if work.leader else None
+class _PackRunner:
+    """Runs the packs of one batch on this rank.
+
+    Attributes:
+        verdict: what a trial of sharded outputs gave: None for no trial, "" for agreement, or why not.
+    """
+
+    def __init__(
+        self,
+        scheduled: ScheduledBatch,
+        module: LightningModule,
+        regions: Regions,
+        step: RunStep,
+        after: AfterStep,
+        windows: Sequence[Window],
+        outputs: OutputsChoice,
+    ) -> None:
+        self.scheduled, self.module, self.regions = scheduled, module, regions
+        self.step, self.after, self.windows, self.outputs = step, after, windows, outputs
+        self.verdict: str | None = None
+        self.trial = scheduled.first_cut_pack() if outputs.sharded is None else None
+
+    def run(self, work: PackWork) -> PackResult | None:
+        """Run one pack; the result where this rank speaks for its group."""
+        if self.outputs.sharded:
+            work = self._shard(work)
+        kept, logs = self._step(work, counted=work.leader)
+        if work.number == self.trial:
+            self.verdict = self._try_sharded(work)
+        return PackResult(work.number, work.weight, kept, logs) if work.leader else None
+
+    def _step(self, work: PackWork, *, counted: bool) -> tuple[Any, PackLogs]:
+        calls = self.regions.calls
+        with (
+            self.regions.active(work.active),
+            recording(self.module) as logs,
+            counted_once(self.module, leader=counted, windows=self.windows),
+            seeded(work.seed, work.active.context.device),
+        ):
+            output = self.step(work.batch)
+        kept = self.after(work, output)
+        if self.regions.calls == calls:
+            raise RegionError(
+                f"the step of {type(self.module).__name__} called none of its context-parallel regions "
+                f"{list(self.regions.modules)}: code that runs beside them sees packs without borders between samples. Call "
+                "the module itself (not its parts, nor its forward method), or name the modules that are called: "
+                "DCPStrategy(regions=[...])."
+            )
+        return kept, logs
+
+    def _shard(self, work: PackWork) -> PackWork:
+        return sharded(work, self.scheduled.normalization, sum(self.scheduled.targets))
+
+    def _try_sharded(self, work: PackWork) -> str:
+        calls = self.regions.calls
+
+        def attempt(way: PackWork) -> Attempt:
+            self.regions.calls = calls  # random numbers inside regions follow from it
+            before = sum(metric._update_count for metric in metrics_of(self.module))
+            with counted_once(self.module, leader=False, windows=self.windows):
+                kept, logs = self._step(replace(way, leader=True), counted=True)
+                updates = sum(metric._update_count for metric in metrics_of(self.module)) - before
+            return Attempt(kept, WeightedLogs(logs, way.weight, len(way.pack.samples)), updates)
+
+        parameters = list(self.module.parameters())
+        return compare(work, attempt, self._shard, parameters, self.outputs, self.scheduled.clock)
+
+
+@dataclass(frozen=True)
+class _RankResult:
+    """What one rank of the plane tells the others of a batch."""
+
+    packs: list[PackResult]
+    busy: float
+    seconds: float
+    verdict: str | None
 
 
 def _join(
-    scheduled: ScheduledBatch, module: LightningModule, results: Iterable[PackResult], busy: float, seconds: float
+    scheduled: ScheduledBatch, module: LightningModule, own: _RankResult, outputs_choice: OutputsChoice
 ) -> BatchResult:
     every: list[Any] = [None] * len(scheduled.groups.plane_ranks)
     with scheduled.clock.waiting():
-        dist.all_gather_object(every, (list(results), busy, seconds), group=scheduled.groups.control)
-    in_order = sorted((r for results, _, _ in every for r in results), key=lambda r: r.number)
+        dist.all_gather_object(every, own, group=scheduled.groups.control)
+    outputs_choice.settle([rank.verdict for rank in every])
+    in_order = sorted((result for rank in every for result in rank.packs), key=lambda r: r.number)
     packs = list(scheduled.plan.packs())
     logs = [WeightedLogs(r.logs, r.weight, len(packs[r.number].samples)) for r in in_order]
     replay(module, logs, samples=len(scheduled.plan.lengths), summed=scheduled.normalization == "sum")
     outputs = [_pack_output(packs[r.number].samples, scheduled.plan.lengths, r) for r in in_order]
     output = join_outputs(outputs, packed=isinstance(scheduled.view.batch, PackedBatch))
     output = pytree.tree_map_only(Tensor, lambda t: t.to(scheduled.device), output)
-    return BatchResult(output, tuple(b for _, b, _ in every), max(s for _, _, s in every))
+    return BatchResult(output, tuple(rank.busy for rank in every), max(rank.seconds for rank in every))
 
 
 def _pack_output(samples: tuple[int, ...], lengths: Sequence[int], result: PackResult) -> PackOutput:

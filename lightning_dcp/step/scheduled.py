@@ -32,9 +32,11 @@ class PackWork:
         pack: which samples, on which ranks.
         batch: the user's batch, cut down to these samples.
         active: what the regions need to know.
-        weight: its share of the batch's loss.
-        leader: whether this rank speaks for the group: exactly one rank of each group does.
+        weight: the share of the batch's loss that this rank's loss is: the pack's, or with sharded outputs a part of it.
+        leader: whether this rank speaks for the group: exactly one rank of each group does, but for sharded outputs, where
+            each speaks for its tokens.
         seed: of the random numbers drawn in the step, the same on all ranks of the group.
+        pack_weight: the whole pack's share of the batch's loss.
     """
 
     number: int
@@ -44,6 +46,12 @@ class PackWork:
     weight: float
     leader: bool
     seed: int
+    pack_weight: float
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold this loss: all of the group, or with sharded outputs only this one."""
+        return 1 if self.active.sharded else self.pack.cp_size
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,11 @@ class ScheduledBatch:
         """Targets of each sample of the batch; 1 each where the loss is not a mean over targets."""
         return self.view.target_counts() if self.normalization == "tokens" else (1,) * len(self.plan.lengths)
 
+    def first_cut_pack(self) -> int | None:
+        """The number of the first pack that lies on several ranks and has targets; the same on every rank."""
+        packs = enumerate(self.plan.packs())
+        return next((n for n, p in packs if p.cp_size > 1 and any(self.targets[s] for s in p.samples)), None)
+
     def works(self) -> Iterator[PackWork]:
         """This rank's packs, in order; each is cut out of the batch when its turn comes."""
         for number, pack in enumerate(self.plan.packs()):
@@ -101,7 +114,7 @@ class ScheduledBatch:
         limit = self.plan.max_seqlen_per_dp_cp_rank
         active = ActivePack(view(batch), context, limit, seed_of(seed, rank), self.attention, pack.layout)
         weight = pack_weight(self.normalization, pack, self.targets)
-        return PackWork(number, pack, batch, active, weight, rank == 0, seed)
+        return PackWork(number, pack, batch, active, weight, rank == 0, seed, weight)
 
 
 def schedule_batch(
