@@ -7,7 +7,7 @@ groups.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dcp.batch import PackedBatch
-from lightning_dcp.callbacks import RunSummary, SchedulerCallback
+from lightning_dcp.callbacks import PerformanceMonitor, RunSummary, SchedulerCallback
 from lightning_dcp.errors import ConfigurationError, DCPError
 from lightning_dcp.loss import next_token_loss
 from lightning_dcp.models import Decoder
@@ -23,6 +23,7 @@ __all__ = [
     "DynamicScheduler",
     "MegatronScheduler",
     "PackedBatch",
+    "PerformanceMonitor",
     "RunSummary",
     "SchedulerCallback",
     "StaticScheduler",

@@ -1,6 +1,7 @@
 """Lightning callbacks: the scheduler, and what watches a run."""
 
+from lightning_dcp.callbacks.performance import PerformanceMonitor
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
 from lightning_dcp.callbacks.summary import RunSummary
 
-__all__ = ["RunSummary", "SchedulerCallback"]
+__all__ = ["PerformanceMonitor", "RunSummary", "SchedulerCallback"]

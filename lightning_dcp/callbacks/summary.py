@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_dcp.attention.choice import SchemeChooser
-from lightning_dcp.callbacks.scheduler import SchedulerCallback
-from lightning_dcp.errors import ConfigurationError, Problem
+from lightning_dcp.callbacks.performance import scheduler_of
+from lightning_dcp.metrics import BusyShare, StepTime, TokenThroughput
 
 
 class RunSummary(Callback):
@@ -36,23 +35,14 @@ class RunSummary(Callback):
         self.microbatches: list[int] = []
         self.tokens: list[int] = []
         self.seconds: list[float] = []
-        self.busy: list[float] = []
+        self.busy: list[tuple[float, float]] = []
         self.plans_ready = 0
         self.plans_waited_s = 0.0
         self._start = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin anew; refuse to run under a strategy that makes no plans."""
-        if not any(isinstance(c, SchedulerCallback) for c in trainer.callbacks):  # type: ignore[attr-defined]
-            raise ConfigurationError(
-                [
-                    Problem(
-                        "a RunSummary among the trainer's callbacks",
-                        f"strategy {type(trainer.strategy).__name__}, which runs no packs",
-                        "use Trainer(strategy=DCPStrategy(...)), or leave the callback out",
-                    )
-                ]
-            )
+        scheduler_of(trainer, self)
         for values in (self.losses, self.microbatches, self.tokens, self.seconds, self.busy):
             values.clear()
         self.packs_by_size.clear()
@@ -66,26 +56,37 @@ class RunSummary(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count what the step did."""
-        self.seconds.append(time.perf_counter() - self._start)
-        callback = next(c for c in trainer.callbacks if isinstance(c, SchedulerCallback))  # type: ignore[attr-defined]
+        seconds = time.perf_counter() - self._start
+        callback = scheduler_of(trainer, self)
         scheduled, result = callback.scheduled, callback.result
         if scheduled is None or result is None:
             return
+        self.seconds.append(seconds)
         plan = scheduled.plan
         self.packs_by_size.update(pack.cp_size for pack in plan.packs())
         self.microbatches.append(len(plan.microbatches))
         self.tokens.append(sum(plan.lengths))
         self.plans_ready += scheduled.planned.ready
         self.plans_waited_s += scheduled.planned.waited_s
-        self.busy.append(sum(result.busy) / (len(result.busy) * result.seconds) if result.seconds else 0.0)
+        self.busy.append((sum(result.busy), len(result.busy) * result.seconds))
         output = result.output  # Lightning divides its own copy of the loss by accumulate_grad_batches
         self.losses.append(float(output["loss"] if isinstance(output, Mapping) else output))
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all ranks over the time of the counted steps."""
+        return self._measured()[0]
+
+    def _measured(self) -> tuple[float, float, float]:
+        """Tokens a second, median step time and busy share of the counted steps; all ranks know the tokens of all."""
+        tokens, time_of_steps = TokenThroughput(sync_on_compute=False), StepTime((0.5,), sync_on_compute=False)
+        share = BusyShare(sync_on_compute=False)
         skip = self.warmup_steps if len(self.seconds) > self.warmup_steps else 0
-        return sum(self.tokens[skip:]) / max(sum(self.seconds[skip:]), 1e-9)
+        for count, seconds, busy in list(zip(self.tokens, self.seconds, self.busy, strict=True))[skip:]:
+            tokens.update(count, seconds)
+            time_of_steps.update(seconds)
+            share.update(*busy)
+        return float(tokens.compute()), float(time_of_steps.compute()["p50"]), float(share.compute())
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table, on one rank."""
@@ -97,18 +98,18 @@ class RunSummary(Callback):
         return f"{self.plans_ready} of {len(self.microbatches)}; waited {self.plans_waited_s:.2f} s"
 
     def _table(self, trainer: Trainer, folder: str) -> Table:
-        skip = self.warmup_steps if len(self.seconds) > self.warmup_steps else 0
+        tokens_per_second, median_s, busy_share = self._measured()
         table = Table(title="Training with context parallelism", show_header=False)
         sizes = ", ".join(f"CP {size}: {count}" for size, count in sorted(self.packs_by_size.items()))
         accumulated = trainer.accumulate_grad_batches
         rows = {
             "batches (optimizer steps)": f"{len(self.seconds)} ({trainer.global_step})",
-            "step time, median": f"{median(self.seconds[skip:]) * accumulated:.3f} s",
-            "tokens/s, all ranks": f"{self.tokens_per_second:,.0f}",
+            "step time, median": f"{median_s * accumulated:.3f} s",
+            "tokens/s, all ranks": f"{tokens_per_second:,.0f}",
             "packs by context-parallel size": sizes,
             "micro-batches a step": f"{sum(self.microbatches) / len(self.microbatches):.2f}",
             "plans ready before their step": self._plans_text(),
-            "busy share of the ranks": f"{sum(self.busy[skip:]) / len(self.busy[skip:]):.1%}",
+            "busy share of the ranks": f"{busy_share:.1%}",
             "training loss, first and last": f"{self.losses[0]:.4f}, {self.losses[-1]:.4f}",
         }
         rows |= _schemes_row(trainer)

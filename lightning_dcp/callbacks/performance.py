@@ -1,0 +1,168 @@
+"""How fast and how well balanced training is, logged every few batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_dcp.callbacks.scheduler import SchedulerCallback
+from lightning_dcp.errors import ConfigurationError, Problem, raise_problems
+from lightning_dcp.metrics import BusyShare, ModelFlopUtilization, PaddingShare, StepTime, TokenThroughput
+from lightning_dcp.parallel.layout import build_layout
+from lightning_dcp.schedule.plan import Pack
+from lightning_dcp.step.metric_state import StateSync
+from lightning_dcp.step.runner import BatchResult
+from lightning_dcp.step.scheduled import ScheduledBatch
+
+
+class PerformanceMonitor(Callback):
+    """Logs the speed of training, over all ranks, every few batches.
+
+    The values go to the trainer's loggers and to ``trainer.callback_metrics``, the same on all ranks. Each is of the
+    batches since the last time, those left over at the end of training included:
+
+    - ``perf/tokens_per_second``: tokens of all ranks, over the time of the slowest rank.
+    - ``perf/busy_share``: part of the ranks' time, while packs run, that they do not wait for each other.
+    - ``perf/padding_share``: part of the tokens held by ranks inside the regions that are padding. Packs have none, so this
+      is 0 unless a layout adds some.
+    - ``perf/step_time_p50``, ``perf/step_time_p99``: seconds, from the start of a batch to its end (the optimizer step
+      included; planning, loading and validation not).
+    - ``perf/mfu``: model FLOP utilisation, if ``utilization`` is given.
+
+    A batch is one call of the loader, also with ``accumulate_grad_batches``. Logging costs a small exchange between the
+    ranks, each time.
+
+    Args:
+        every_n_batches: batches between two rows.
+        warmup_batches: first batches of a run that are left out (the first use of a group is slow).
+        quantiles: of the step time, between 0 and 1; ``perf/step_time_p90`` is that of 0.9.
+        utilization: knows the model's size and the peak of a rank,
+            e.g. ``ModelFlopUtilization(parameters=7_000_000_000, layers=32, heads=32, head_size=128, peak_flops="h100")``.
+        prefix: of all names.
+
+    Raises:
+        ConfigurationError: numbers of batches that make no sense; at the start, a strategy that makes no plans.
+    """
+
+    def __init__(
+        self,
+        every_n_batches: int = 50,
+        *,
+        warmup_batches: int = 2,
+        quantiles: Sequence[float] = (0.5, 0.99),
+        utilization: ModelFlopUtilization | None = None,
+        prefix: str = "perf/",
+    ) -> None:
+        lowest = {"every_n_batches": (every_n_batches, 1), "warmup_batches": (warmup_batches, 0)}
+        raise_problems(
+            [
+                Problem(
+                    f"{name}={value!r}", f"not a whole number of {least} or more", f"give {name} of {least} or more"
+                )
+                for name, (value, least) in lowest.items()
+                if not isinstance(value, int) or value < least
+            ]
+        )
+        self.every_n_batches, self.warmup_batches, self.prefix = every_n_batches, warmup_batches, prefix
+        self.tokens, self.busy, self.padding = TokenThroughput(), BusyShare(), PaddingShare()
+        self.step_time, self.utilization = StepTime(quantiles), utilization
+        self._seen = self._counted = 0
+        self._start = 0.0
+
+    @property
+    def _metrics(self) -> list[Metric]:
+        optional = [] if self.utilization is None else [self.utilization]
+        return [self.tokens, self.busy, self.padding, self.step_time, *optional]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew."""
+        scheduler_of(trainer, self)
+        strategy: Any = trainer.strategy
+        for metric in self._metrics:
+            metric.reset()
+            vars(metric)["_sync_dist"] = StateSync(metric, strategy.groups.control)  # states lie on the CPU
+        self._seen = self._counted = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch; log, if it is time."""
+        seconds = time.perf_counter() - self._start
+        callback = scheduler_of(trainer, self)
+        self._seen += 1
+        if self._seen <= self.warmup_batches or callback.scheduled is None or callback.result is None:
+            return
+        self._count(callback.scheduled, callback.result, seconds)
+        if self._counted == self.every_n_batches:
+            self._publish(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what is left."""
+        if self._counted:
+            self._publish(trainer)
+
+    def _count(self, scheduled: ScheduledBatch, result: BatchResult, seconds: float) -> None:
+        """This rank's part: the samples of the groups that it leads."""
+        rank, plan = scheduled.groups.rank, scheduled.plan
+        own = [pack for pack in plan.packs() if pack.first_rank == rank]
+        lengths = [plan.lengths[sample] for pack in own for sample in pack.samples]
+        self.tokens.update(sum(lengths), seconds)
+        self.busy.update(result.busy[rank], result.seconds)
+        self.padding.update(sum(lengths), sum(_held(pack, plan.lengths) for pack in own))
+        self.step_time.update(seconds)
+        if self.utilization is not None:
+            self.utilization.update(lengths, seconds)
+        self._counted += 1
+
+    def _publish(self, trainer: Trainer) -> None:
+        values: dict[str, Tensor] = {
+            "tokens_per_second": self.tokens.compute(),
+            "busy_share": self.busy.compute(),
+            "padding_share": self.padding.compute(),
+            **{f"step_time_{name}": value for name, value in self.step_time.compute().items()},
+        }
+        if self.utilization is not None:
+            values["mfu"] = self.utilization.compute()
+        named = {self.prefix + name: value for name, value in values.items()}
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        trainer._logger_connector.log_metrics(dict(named), step=step)
+        trainer.callback_metrics.update(named)
+        for metric in self._metrics:
+            metric.reset()
+        self._counted = 0
+
+
+def _held(pack: Pack, lengths: Sequence[int]) -> int:
+    """Tokens that the ranks of a pack hold together."""
+    layout = build_layout(pack.layout, [lengths[sample] for sample in pack.samples], pack.cp_size)
+    return sum(layout.tokens(rank) for rank in range(layout.size))
+
+
+def scheduler_of(trainer: Trainer, asking: Callback) -> SchedulerCallback:
+    """The callback that owns the scheduler.
+
+    Raises:
+        ConfigurationError: there is none, as the strategy runs no packs.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found = next((callback for callback in callbacks if isinstance(callback, SchedulerCallback)), None)
+    if found is None:
+        raise ConfigurationError(
+            [
+                Problem(
+                    f"a {type(asking).__name__} among the trainer's callbacks",
+                    f"strategy {type(trainer.strategy).__name__}, which runs no packs",
+                    "use Trainer(strategy=DCPStrategy(...)), or leave the callback out",
+                )
+            ]
+        )
+    return found
