@@ -103,7 +103,7 @@ class _PackRunner:
         self.scheduled, self.module, self.regions = scheduled, module, regions
         self.step, self.after, self.windows, self.outputs = step, after, windows, outputs
         self.verdict: str | None = None
-        self.trial = scheduled.first_cut_pack() if outputs.sharded is None else None
+        self.trial = scheduled.trial_pack() if outputs.sharded is None else None
 
     def run(self, work: PackWork) -> PackResult | None:
         """Run one pack; the result where this rank speaks for its group."""

@@ -88,10 +88,11 @@ class ScheduledBatch:
         """Targets of each sample of the batch; 1 each where the loss is not a mean over targets."""
         return self.view.target_counts() if self.normalization == "tokens" else (1,) * len(self.plan.lengths)
 
-    def first_cut_pack(self) -> int | None:
-        """The number of the first pack that lies on several ranks and has targets; the same on every rank."""
+    def trial_pack(self) -> int | None:
+        """The number of the pack of most samples among those that lie on several ranks and have targets; the same on all."""
         packs = enumerate(self.plan.packs())
-        return next((n for n, p in packs if p.cp_size > 1 and any(self.targets[s] for s in p.samples)), None)
+        cut = [(len(p.samples), -n) for n, p in packs if p.cp_size > 1 and any(self.targets[s] for s in p.samples)]
+        return -max(cut)[1] if cut else None
 
     def works(self) -> Iterator[PackWork]:
         """This rank's packs, in order; each is cut out of the batch when its turn comes."""
