@@ -9,7 +9,7 @@ from lightning_dcp.loss import linear_cross_entropy, linear_log_probs
 from lightning_dcp.loss.linear_cross_entropy.statistics import automatic_chunk
 
 TOKENS, VOCABULARY, WIDTH = 4096, 32768, 4
-CHUNK = automatic_chunk(VOCABULARY, torch.float32, torch.device("cpu"))
+CHUNK = automatic_chunk(VOCABULARY, torch.float32, torch.device("cpu"), TOKENS)
 
 
 class Largest(TorchDispatchMode):
@@ -86,8 +86,10 @@ def test_the_sensor_sees_all_logits():
 
 def test_the_budget_counts_bytes():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert automatic_chunk(32768, torch.float32, cpu) == 256
-    assert automatic_chunk(32768, torch.bfloat16, cpu) == 256  # its logits are float32
-    assert automatic_chunk(32768, torch.float64, cpu) == 128
-    assert automatic_chunk(131072, torch.bfloat16, cuda) == 512
-    assert automatic_chunk(10**9, torch.float32, cpu) == 1
+    assert automatic_chunk(32768, torch.float32, cpu, 10**6) == 256
+    assert automatic_chunk(32768, torch.bfloat16, cpu, 10**6) == 256  # its logits are float32
+    assert automatic_chunk(32768, torch.float64, cpu, 10**6) == 128
+    assert automatic_chunk(131072, torch.bfloat16, cuda, 10**6) == 512
+    assert automatic_chunk(10**9, torch.float32, cpu, 10**6) == 1
+    assert automatic_chunk(32768, torch.float32, cpu, 2048) == 128  # a sixteenth of the tokens
+    assert automatic_chunk(32768, torch.float32, cpu, 100) == 64

@@ -112,7 +112,8 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 def _inputs(arguments: Arguments, labels: Tensor, dtype: torch.dtype) -> Inputs:
     uniform = arguments.fused or not isinstance(arguments.temperature, Tensor)
     transform = _transform(arguments)
-    chunk = arguments.chunk_tokens or automatic_chunk(len(arguments.weight), dtype, arguments.hidden.device)
+    rows, tokens = len(arguments.weight), arguments.targets.numel()
+    chunk = arguments.chunk_tokens or automatic_chunk(rows, dtype, arguments.hidden.device, tokens)
     smoothed = arguments.objective.label_smoothing > 0
     call = _call(arguments, dtype, transform)
     # Other packages divide by the number of targets and launch over them: without any, own code serves every call.

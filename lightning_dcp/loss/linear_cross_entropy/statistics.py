@@ -33,6 +33,10 @@ class Statistics(NamedTuple):
     mean_log_prob: Tensor | None
 
 
+_LEAST_TOKENS = 64
+"""Smaller chunks only cost time."""
+
+
 @dataclass(frozen=True)
 class Head:
     """How tokens are computed.
@@ -52,18 +56,21 @@ class Head:
     mean: bool = False
 
 
-def automatic_chunk(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
+def automatic_chunk(vocabulary: int, dtype: torch.dtype, device: torch.device, tokens: int) -> int:
     """Tokens whose logits fill the budget of a chunk: 256 MiB on CUDA, 32 MiB elsewhere; at least one token.
 
-    The backward holds two tensors of this size at once, three with a soft-cap.
+    The backward holds two tensors of this size at once, three with a soft-cap. A sixteenth of the tokens is enough, so
+    that chunks get smaller where a context-parallel group shares the tokens out.
 
     Args:
         vocabulary: rows of the head weight on this rank.
         dtype: of the operands.
         device: where they are.
+        tokens: all tokens of the call.
     """
     budget = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE)
-    return max(1, budget // (vocabulary * wide_dtype(dtype).itemsize))
+    enough = max(_LEAST_TOKENS, -(-tokens // 16))
+    return max(1, min(enough, budget // (vocabulary * wide_dtype(dtype).itemsize)))
 
 
 def fused_statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head) -> Statistics:
