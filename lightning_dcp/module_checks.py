@@ -53,6 +53,14 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
     }
     problems += [problem for name, adapter in regions.adapters.items() for problem in adapter.problems(name)]
     problems += [mixing_problem(name, layer) for name, layer in mixing.items()]
+    if strategy.fused_linear_cross_entropy and not any(adapter.fuses_loss for adapter in regions.adapters.values()):
+        problems.append(
+            Problem(
+                "fused_linear_cross_entropy=True",
+                f"no Hugging Face causal language model among the regions {list(regions.modules)}",
+                "leave it out, and call lightning_dcp.loss.linear_cross_entropy in training_step with your hidden states",
+            )
+        )
     problems += _batch_statistics_problems(module, regions)
     if trainer._accelerator_connector._layer_sync is not None:
         problems.append(

@@ -344,7 +344,8 @@ class DCPStrategy(DDPStrategy):
             f"at most {limit} tokens a rank, {sizes[-1] * limit} a sample",
             self._choice.settings,
             describe(self._attention),
-            f"loss per {self.loss_normalization}",
+            f"loss per {self.loss_normalization}{', without logits' if self.fused_linear_cross_entropy else ''}",
+            f"outputs {self.outputs}",
             f"regions: {', '.join(name or 'forward' for name in self.regions.modules)}",
         ]
         return "; ".join(parts)

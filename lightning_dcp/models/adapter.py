@@ -38,6 +38,11 @@ class ModelAdapter:
             )
         self.positions = positions
 
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the module's loss is computed without logits."""
+        return False
+
     def mixing(self) -> dict[str, nn.Module]:
         """Layers that mix tokens by other means than attention, by path."""
         return mixing_layers(self.module)
