@@ -42,6 +42,11 @@ class TransformerAdapter(ModelAdapter):
         self.fused = fused
         self.compiled = is_compiled(module)
 
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the loss is computed without logits: asked for, and there is a head."""
+        return self.fused and self._has_head
+
     def mixing(self) -> dict[str, nn.Module]:
         """Layers that mix tokens by other means than self-attention: recurrences, convolutions, cross attention, ..."""
         return mixing_layers(self.model, mixes_tokens)
@@ -49,7 +54,7 @@ class TransformerAdapter(ModelAdapter):
     def problems(self, name: str) -> Iterator[Problem]:
         """Settings that no rank can compute by itself."""
         yield from configuration_problems(name, self.model)
-        if self.fused and self._has_head:
+        if self.fuses_loss:
             if self.compiled:
                 yield self._fused_problem(name, "a model that is compiled as a whole")
             try:
@@ -59,7 +64,7 @@ class TransformerAdapter(ModelAdapter):
 
     def problems_on_device(self, name: str) -> Iterator[Problem]:
         """Logits that are made in another way than the fused loss makes them."""
-        if self.fused and self._has_head:
+        if self.fuses_loss:
             try:
                 check_fused_head(self.model, self._fused)
             except RegionError as error:
@@ -71,7 +76,7 @@ class TransformerAdapter(ModelAdapter):
 
     @cached_property
     def _has_head(self) -> bool:
-        return self.model.get_output_embeddings() is not None and self.model.base_model is not self.model
+        return self.model.get_output_embeddings() is not None
 
     def serving(self) -> AbstractContextManager[Any]:
         """Attention through transformers' interface."""
@@ -86,7 +91,7 @@ class TransformerAdapter(ModelAdapter):
         if asked is not None and self.fused:
             out = fused_loss(call, self.model, self._fused, asked)
         else:
-            out = self._with_loss(call, call.gathered(call.run(all_ones=self.all_ones)), asked)
+            out = self._with_loss(call, _gathered(call, call.run(all_ones=self.all_ones)), asked)
         out = self._last_logits(call, out, keep)
         return out.to_tuple() if as_tuple else out
 
@@ -128,6 +133,11 @@ class TransformerAdapter(ModelAdapter):
         if asked is None:
             return out
         return with_loss(out, model_loss(self.model, out.logits, asked))
+
+
+def _gathered(call: RegionCall, out: ModelOutput) -> ModelOutput:
+    """Local outputs made whole; as a dict, because not every transformers tells torch the names of an output's parts."""
+    return type(out)(**call.gathered(dict(out)))
 
 
 def with_loss(out: ModelOutput, loss: Tensor) -> ModelOutput:

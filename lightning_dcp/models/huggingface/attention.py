@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from lightning_dcp.attention.functional import attention
@@ -15,6 +17,8 @@ from lightning_dcp.models.huggingface.masks import MaskKind, mask_kind
 
 IMPLEMENTATION = "lightning_dcp"
 """The name under which transformers knows our attention."""
+_MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask", "create_masks_for_generate")
+"""Functions of transformers that make masks as the implementation of attention wants them."""
 
 
 def attend(
@@ -53,7 +57,8 @@ def attend(
     Raises:
         UnsupportedAttentionError: what cannot run over a CP group.
     """
-    _refuse_others(attention_mask, others)
+    if problems := _problems(attention_mask, others):
+        return refused_attention(query, value, problems).transpose(1, 2), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = sliding_window
     if attention_mask is not None:
@@ -75,7 +80,8 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse_others(attention_mask: Any, others: dict[str, Any]) -> None:
+def _problems(attention_mask: Any, others: dict[str, Any]) -> list[str]:
+    """What cannot run over a CP group, besides what :func:`attention` refuses itself."""
     problems = [
         f"{name} of shape {list(value.shape)}"
         for name, value in others.items()
@@ -83,29 +89,64 @@ def _refuse_others(attention_mask: Any, others: dict[str, Any]) -> None:
     ]
     if not isinstance(attention_mask, MaskKind | None):
         problems.append(f"a mask of the model's own ({type(attention_mask).__name__})")
+    elif attention_mask is not None and attention_mask.strange:
+        problems.append(f"a mask of the kind {', '.join(attention_mask.strange)}")
     if others.get("output_attentions"):
         problems.append("output_attentions=True, but the weights are on no rank as a whole")
-    if problems:
-        raise UnsupportedAttentionError(
-            f"attention of a Hugging Face model with {'; '.join(problems)}. Change the model's configuration, or name a "
-            "region that leaves this layer out"
-        )
+    return problems
+
+
+def refused_attention(query: Tensor, value: Tensor, problems: list[str]) -> Tensor:
+    """Refuse a layer's attention; a function of its own, so that dry runs may note the refusal and go on.
+
+    Args:
+        query: ``[1, H, T, D]``.
+        value: ``[1, H_kv, T, D_v]``.
+        problems: what was found.
+
+    Returns:
+        ``[1, H, T, D_v]``, in dry runs only.
+
+    Raises:
+        UnsupportedAttentionError: always.
+    """
+    if has_torch_function((query, value)):
+        return handle_torch_function(refused_attention, (query, value), query, value, problems)
+    raise UnsupportedAttentionError(
+        f"attention of a Hugging Face model with {'; '.join(problems)}, which cannot run over a CP group. Use causal, "
+        "bidirectional or sliding-window attention without weights or biases of the scores, or name a region that leaves "
+        "this layer out"
+    )
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)
 AttentionMaskInterface.register(IMPLEMENTATION, mask_kind)
 
 
+def implementation_of(model: PreTrainedModel) -> str | None:
+    """The implementation of attention that regions serve, by its name in transformers; None if none but the model's own is.
+
+    That is ours where a model goes through transformers' interfaces for attention and masks. One that makes its masks by
+    itself makes none for torch's function if no token is padding, and regions serve torch's function, too.
+    """
+    if not getattr(model, "_supports_attention_backend", False):
+        return None
+    modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    masks = any(name in vars(module) for module in modules if module is not None for name in _MASK_MAKERS)
+    return IMPLEMENTATION if masks else "sdpa"
+
+
 @contextmanager
 def our_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model's layers, and those of models inside it, call our attention; afterwards they call their own again."""
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    for config, own in before:
-        if own != IMPLEMENTATION:
-            config._attn_implementation = IMPLEMENTATION
+    before = {}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and (wanted := implementation_of(part)) is not None:
+            _, own = before.setdefault(id(part.config), (part.config, part.config._attn_implementation))
+            if own != wanted:
+                part.config._attn_implementation = wanted
     try:
         yield
     finally:
-        for config, own in before:
+        for config, own in before.values():
             config._attn_implementation = own

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_dcp.batch.labels import IGNORE_INDEX
 from lightning_dcp.errors import RegionError
+from lightning_dcp.loss.linear_cross_entropy import linear_cross_entropy
 from lightning_dcp.models.call import RegionCall
 from lightning_dcp.models.huggingface.loss import Labels
 from lightning_dcp.models.undisturbed import undisturbed
@@ -38,6 +39,19 @@ class FusedHead:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
+def base_of(model: PreTrainedModel) -> nn.Module:
+    """The model below the head.
+
+    Raises:
+        RegionError: it is neither where the class says, nor an attribute ``model``.
+    """
+    base = model.base_model  # the model itself where its class names an attribute that it does not have (Gemma 3 in 4.57)
+    base = getattr(model, "model", None) if base is model else base
+    if not isinstance(base, PreTrainedModel):
+        raise RegionError("the model below its output layer was not found")
+    return base
+
+
 def fused_head(model: PreTrainedModel) -> FusedHead:
     """The head of a model, as far as its configuration tells.
 
@@ -47,6 +61,7 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise RegionError(f"its output layer is {type(head).__name__}, not a plain Linear")
+    base_of(model)
     if hasattr(model, "_loss_function"):
         raise RegionError("it has a loss function of its own (model.loss_function was set)")
     config = model.config.get_text_config()
@@ -64,7 +79,7 @@ def check_fused_head(model: PreTrainedModel, head: FusedHead) -> None:
     """
     ids = torch.arange(1, 4, device=head.head.weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     with undisturbed(model, ids.device):
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = base_of(model)(input_ids=ids, use_cache=False).last_hidden_state
         ours, own = head.logits(hidden).double(), model(input_ids=ids, use_cache=False).logits.double()
     eps = torch.finfo(head.head.weight.dtype).eps
     if ours.shape != own.shape or not torch.allclose(
@@ -79,7 +94,7 @@ def fused_loss(call: RegionCall, model: PreTrainedModel, head: FusedHead, asked:
     Returns:
         An output with ``.loss``, and hidden states if they were asked for; ``.logits`` is None.
     """
-    out = call.run(partial(_base_output, model.base_model), all_ones=True)
+    out = call.run(partial(_base_output, base_of(model)), all_ones=True)
     losses = _losses(out.last_hidden_state[0], head, call.local_targets(asked.targets)[0])
     divisor: Any = asked.options.get("num_items_in_batch")
     if divisor is None:
@@ -94,8 +109,6 @@ def _base_output(base: nn.Module, **arguments: Any) -> Any:
 
 
 def _losses(hidden: Tensor, head: FusedHead, targets: Tensor) -> Tensor:
-    from lightning_dcp.loss.linear_cross_entropy import linear_cross_entropy
-
     return linear_cross_entropy(
         hidden,
         head.head.weight,

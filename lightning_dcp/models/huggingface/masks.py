@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dcp.errors import UnsupportedAttentionError
-
 _CAUSAL, _BIDIRECTIONAL = "causal_mask_function", "bidirectional_mask_function"
 _WINDOWS = ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
 _BORDERS = (
@@ -24,28 +22,21 @@ class MaskKind:
     Attributes:
         is_causal: whether a token sees none that comes after it.
         window: how many tokens, itself among them, it sees to each side; None for all.
+        strange: parts of the mask that no layer can keep over a CP group: chunks, blocks that see each other, functions of
+            the user's. Layers that get such a mask refuse it, so that each of them is named.
     """
 
     is_causal: bool
     window: int | None
+    strange: tuple[str, ...] = ()
 
 
 def mask_kind(*args: Any, mask_function: Callable[..., Any], **options: Any) -> MaskKind:
-    """A mask function for ``transformers.AttentionMaskInterface``: it looks at the function it is given, and makes no mask.
-
-    Raises:
-        UnsupportedAttentionError: a mask that is none of causal, bidirectional, sliding window: chunked attention, blocks
-            that see each other, functions of the user's.
-    """
+    """A mask function for ``transformers.AttentionMaskInterface``: it looks at the function it is given, and makes no mask."""
     parts = dict(_parts(mask_function))
-    known = {_CAUSAL, _BIDIRECTIONAL, *_WINDOWS, *_BORDERS}
-    if strange := sorted(parts.keys() - known):
-        raise UnsupportedAttentionError(
-            f"a mask of the kind {', '.join(strange)}, which cannot be kept over a CP group. Use causal, bidirectional or "
-            "sliding-window attention, or name a region that leaves this model out"
-        )
     window = next((parts[name]["sliding_window"] for name in _WINDOWS if name in parts), None)
-    return MaskKind(is_causal=_CAUSAL in parts, window=window)
+    strange = sorted(parts.keys() - {_CAUSAL, _BIDIRECTIONAL, *_WINDOWS, *_BORDERS})
+    return MaskKind(is_causal=_CAUSAL in parts, window=window, strange=tuple(strange))
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:

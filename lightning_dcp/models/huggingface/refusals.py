@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_dcp.errors import Problem
+from lightning_dcp.models.huggingface.attention import implementation_of
 
 _MIXING = re.compile(
     r"Mamba|SSM|DeltaNet|LinearAttention|LightningAttention|ShortConv|Rwkv|Recurrent|RgLru|RGLRU|CrossAttention|[sm]LSTM"
@@ -35,7 +36,7 @@ def configuration_problems(name: str, model: PreTrainedModel) -> Iterator[Proble
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         yield Problem(asked, "an encoder-decoder model, with cross attention", "use a decoder-only model")
-    if not getattr(model, "_supports_attention_backend", False) and not _plain(model):
+    if implementation_of(model) is None and not _plain(model):
         yield Problem(
             asked,
             "a model whose attention does not go through transformers' AttentionInterface",
