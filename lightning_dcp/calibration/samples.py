@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_dcp.batch import PackedBatch, packed_to_jagged, packed_to_padded
-from lightning_dcp.batch.view import BatchView, JaggedView, PackedView, view
+from lightning_dcp.batch.view import BatchView, JaggedView, PackedView, PaddedView, view
+from lightning_dcp.errors import BatchError
 
 
 class SampleSource:
@@ -26,12 +27,18 @@ class SampleSource:
         batch: a batch in any supported format.
 
     Raises:
-        BatchError: an unknown format, an empty batch or an empty sample.
+        BatchError: an unknown format, or one of samples of several sequences or of flattened samples; an empty batch or an
+            empty sample.
     """
 
     def __init__(self, batch: Any) -> None:
         self._view: BatchView = view(batch)
         self._view.check()
+        if not isinstance(self._view, PackedView | PaddedView | JaggedView):
+            raise BatchError(
+                f"batches of other lengths cannot be made of a {type(self._view).__name__.removesuffix('View').lower()} batch: "
+                "measure with packed, padded or jagged batches of the same samples"
+            )
         fields = batch.fields if isinstance(batch, PackedBatch) else dict(batch)
         tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
         flat = {

@@ -173,7 +173,7 @@ def _join(
     logs = [WeightedLogs(r.logs, r.weight, len(packs[r.number].samples)) for r in in_order]
     replay(module, logs, samples=len(scheduled.plan.lengths), summed=scheduled.normalization == "sum")
     outputs = [_pack_output(packs[r.number].samples, scheduled.plan.lengths, r) for r in in_order]
-    output = join_outputs(outputs, packed=isinstance(scheduled.view.batch, PackedBatch))
+    output = join_outputs(outputs, packed=scheduled.view.packed)
     output = pytree.tree_map_only(Tensor, lambda t: t.to(scheduled.device), output)
     return BatchResult(output, tuple(rank.busy for rank in every), max(rank.seconds for rank in every))
 

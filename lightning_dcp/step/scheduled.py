@@ -113,7 +113,16 @@ class ScheduledBatch:
         )
         seed = seed_of(self.seed, number)
         limit = self.plan.max_seqlen_per_dp_cp_rank
-        active = ActivePack(view(batch), context, limit, seed_of(seed, rank), self.attention, pack.layout)
+        active = ActivePack(
+            view(batch),
+            context,
+            limit,
+            seed_of(seed, rank),
+            self.attention,
+            pack.layout,
+            normalization=self.normalization,
+            whole_batch=len(pack.samples) == len(self.plan.lengths),
+        )
         weight = pack_weight(self.normalization, pack, self.targets)
         return PackWork(number, pack, batch, active, weight, rank == 0, seed, weight)
 

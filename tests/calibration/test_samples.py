@@ -79,3 +79,16 @@ def test_a_mapping_of_its_own_kind_stays_one():
 def test_an_unknown_format_is_refused():
     with pytest.raises(BatchError, match="unknown batch format"):
         SampleSource([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"input_ids": torch.ones(1, 5, dtype=torch.int64), "cu_seq_lens_q": torch.tensor([0, 2, 5], dtype=torch.int32)},
+        {f"{kind}_input_ids": torch.ones(2, 5, dtype=torch.int64) for kind in ("chosen", "rejected")},
+    ],
+    ids=["flattened", "two sequences a sample"],
+)
+def test_formats_of_which_no_others_can_be_made_are_refused(batch: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(BatchError, match="measure with packed, padded or jagged batches"):
+        SampleSource(batch)
