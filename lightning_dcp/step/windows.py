@@ -29,12 +29,14 @@ class Window:
 
     @contextmanager
     def pack(self, *, leader: bool) -> Iterator[None]:
-        """Around one pack: keep what it puts into the window, and move the window back."""
-        before = snapshot(self.metric)
+        """Around one pack: keep what it puts into the window (on its leader), and move the window back."""
+        before, moves, shares = snapshot(self.metric), self.moves, dict(self._shares)
         try:
             yield
             if leader:
                 self._take()
+            else:  # whatever was kept inside, as when a pack is tried out
+                self.moves, self._shares = moves, shares
         finally:
             vars(self.metric).update(before)
 
