@@ -142,8 +142,9 @@ def linear_cross_entropy(
         reduction: ``none``: ``[...]``, 0 where there is no target. ``sum``. ``mean``: the sum over the number of targets
             that count, or over the sum of their ``token_weights``; NaN, with gradients of 0, if no target counts.
         fused: False makes all T x V logits at once, which also serves temperatures that differ between tokens.
-        chunk_tokens: tokens whose logits exist at a time; None fills 256 MiB of logits on CUDA, 32 MiB elsewhere. The
-            backward holds two tensors of this size, three with ``softcap``.
+        chunk_tokens: tokens whose logits exist at a time; None fills 256 MiB of logits on CUDA, 32 MiB elsewhere, but
+            takes no more than a sixteenth of the tokens (64 at least). The backward holds two tensors of this size,
+            three with ``softcap``.
         kernel: ``auto``: on CUDA Liger, then Cut Cross-Entropy, if the package is installed and can serve the call; else
             ``torch``, our own. Or one of these by name. The two packages were tested through stand-ins only; see
             :mod:`~lightning_dcp.loss.linear_cross_entropy.liger` and ``cut_cross_entropy`` for how precise they are.
@@ -173,7 +174,7 @@ def linear_cross_entropy(
     statistics = _statistics(inputs, fused=fused)
     valid = inputs.labels >= 0
     losses = token_losses(statistics, valid, objective)
-    weights = None if token_weights is None else token_weights.reshape(-1).to(losses.dtype, copy=True)
+    weights = None if token_weights is None else token_weights.reshape(-1).to(losses.dtype)
     loss = reduced(losses, valid, weights, reduction)
     loss = loss.reshape(targets.shape) if reduction == "none" else loss
     if statistics.entropy is None:

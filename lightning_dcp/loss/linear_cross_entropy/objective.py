@@ -54,7 +54,7 @@ def reduced(losses: Tensor, valid: Tensor, weights: Tensor | None, reduction: Re
         reduction: ``none`` gives ``[T]``; ``mean`` divides by the weights of the targets, NaN if there is none.
     """
     if weights is not None:
-        weights = torch.where(valid, weights, 0)
+        weights = torch.where(valid, weights, 0)  # a copy, too: what the user does to theirs later changes nothing
         losses = losses * weights
     if reduction == "none":
         return losses
