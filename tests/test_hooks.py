@@ -268,7 +268,10 @@ def trained(name: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", RUNS)
+NEAR_REPEATS = ("rate by step", "batches")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in NEAR_REPEATS)) for n in RUNS])
 def test_callbacks_and_counts_train_the_weights_of_one_process(ranks: RankPool, name: str) -> None:
     expected = ranks.run(trained, 1, name, None)[0]
     assert len(expected["counts"]) > 3

@@ -171,7 +171,7 @@ def expected(ranks: RankPool) -> dict[str, Any]:
     return ranks.run(measured, 1, None)[0]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_metrics_have_the_values_of_one_process(ranks: RankPool, expected: dict[str, Any], world: int) -> None:
     assert {"called_step", "called_epoch", "step only", "updated_epoch", "called/f1_step"} <= set(expected["end"])
     for result in ranks.run(measured, world, {"max_seqlen_per_dp_cp_rank": LIMIT[world]}):

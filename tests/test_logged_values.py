@@ -138,10 +138,18 @@ def assert_equal(ours: Any, expected: Any, tolerance: float = 1e-9, at: str = ""
         assert ours == pytest.approx(expected, rel=tolerance, abs=tolerance, nan_ok=True), at
 
 
+ACCUMULATED = {"accumulate_grad_batches": 2, "log_every_n_steps": 2}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 2, "log_every_n_steps": 2}], ids=["", "accumulated"]
+    ("world", "options"),
+    [
+        (4, {}),
+        (2, ACCUMULATED),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(4, ACCUMULATED, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("world", [2, 4])
 def test_everything_shown_and_written_is_as_in_one_process(
     ranks: RankPool, world: int, options: dict[str, Any]
 ) -> None:

@@ -41,7 +41,7 @@ def join_outputs(outputs: Sequence[PackOutput], *, packed: bool) -> Any:
 
     Args:
         outputs: one of each pack of the batch.
-        packed: whether the batch lies sample after sample, so that ``[1, T, ...]`` means tokens.
+        packed: whether the batch is a :class:`PackedBatch`, so that ``[1, T, ...]`` means tokens.
 
     Raises:
         BatchError: packs returned unlike things, or something that belongs to no sample.
@@ -60,6 +60,7 @@ def join_outputs(outputs: Sequence[PackOutput], *, packed: bool) -> Any:
     if isinstance(first, Mapping):
         return {key: join_outputs(_pick(outputs, key), packed=packed) for key in _keys(outputs)}
     if isinstance(first, list) and all(len(o.value) == len(o.samples) for o in outputs):
+        _check_not_columns(outputs)
         return [part for _, part in sorted(_entries(outputs, lambda o: o.value), key=lambda entry: entry[0])]
     if isinstance(first, (list, tuple)):
         joined = [join_outputs(_pick(outputs, i), packed=packed) for i in range(_common_length(outputs))]
@@ -70,6 +71,23 @@ def join_outputs(outputs: Sequence[PackOutput], *, packed: bool) -> Any:
 
 
 _ADVICE = "return tensors or lists with one entry a sample, per-token tensors, scalars, or dicts and tuples of these"
+
+
+def _check_not_columns(outputs: Sequence[PackOutput]) -> None:
+    """Refuse lists that could as well be columns: packs of k samples that return k entries of k entries each."""
+    sizes = {len(o.samples) for o in outputs}
+    if len(outputs) > 1 and len(sizes) == 1 and all(_length(entry) in sizes for o in outputs for entry in o.value):
+        raise BatchError(
+            f"packs of {min(sizes)} samples returned lists of {min(sizes)} entries that have as many entries themselves: they "
+            "may be one a sample, or hold one thing of all samples each. Return a tuple or a dict of the latter; return "
+            "the former as one tensor, or as a list of dicts."
+        )
+
+
+def _length(entry: Any) -> int | None:
+    if isinstance(entry, Tensor):
+        return len(entry) if entry.dim() else None
+    return len(entry) if isinstance(entry, list) else None
 
 
 def _pick(outputs: Sequence[PackOutput], key: Any) -> list[PackOutput]:

@@ -202,6 +202,16 @@ def test_tuples_and_lists_that_are_not_one_a_sample_are_walked():
     assert joined(GROUPS, LENGTHS, step, weights=[0.5, 0.5]) == [2.0, 3.0, 4.0]
 
 
+@pytest.mark.parametrize("make", [torch.tensor, list])
+def test_lists_that_may_be_of_samples_or_of_columns_are_refused(make):
+    with pytest.raises(BatchError, match="Return a tuple or a dict of the latter"):
+        joined([[0, 2], [1, 3]], [1] * 4, lambda samples: [make(samples), make([10 * s for s in samples])])
+    ours = joined([[0, 2, 3], [1]], [1] * 4, lambda samples: [make(samples), make([10 * s for s in samples])])
+    assert [list(column) for column in ours] == [[0, 1, 2, 3], [0, 10, 20, 30]]
+    entries_of_samples = joined([[0, 2], [1, 3]], [1] * 4, lambda samples: [make([s] * 3) for s in samples])
+    assert [list(entry) for entry in entries_of_samples] == [[s] * 3 for s in range(4)]
+
+
 def test_mappings_of_other_types_are_walked():
     step = values(OrderedDict(a=torch.tensor([1, 2])), OrderedDict(a=torch.tensor([3])))
     assert joined(GROUPS, LENGTHS, step)["a"].tolist() == [1, 2, 3]
