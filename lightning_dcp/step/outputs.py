@@ -41,7 +41,7 @@ def join_outputs(outputs: Sequence[PackOutput], *, packed: bool) -> Any:
 
     Args:
         outputs: one of each pack of the batch.
-        packed: whether the batch is a :class:`PackedBatch`, so that ``[1, T, ...]`` means tokens.
+        packed: whether the batch lies sample after sample, so that ``[1, T, ...]`` means tokens.
 
     Raises:
         BatchError: packs returned unlike things, or something that belongs to no sample.
