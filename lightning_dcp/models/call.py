@@ -40,6 +40,8 @@ class ActivePack:
         attention: how attention is computed.
         layout: name of the pack's layout, for calls about other sequences than the pack's.
         sharded: whether the step has this rank's tokens in its hands, so that regions neither cut nor gather.
+        normalization: what the user's loss is over one batch, for models that compute losses; None if nobody says.
+        whole_batch: whether the pack has all samples of the batch.
     """
 
     view: BatchView
@@ -49,6 +51,8 @@ class ActivePack:
     attention: AttentionOptions = DEFAULT
     layout: str = "zigzag"
     sharded: bool = False
+    normalization: str | None = None
+    whole_batch: bool = False
 
     def context_of(self, lengths: tuple[int, ...]) -> CPContext:
         """The context of a call about sequences of these lengths; one and the same for equal lengths."""
