@@ -31,7 +31,15 @@ _SIZES: dict[str, Any] = {
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-_GPT2 = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 128,
+}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,14 +74,29 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": (
         "deepseek_v3",
         {
-            **{"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+            **{
+                "num_key_value_heads": 4,
+                "q_lora_rank": 8,
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 4,
+            },
             **{"v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
             **{"head_dim": 4, "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_shared_experts": 1},
         },
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "glm4": ("glm4", {}),
-    "falcon": ("falcon", {"head_dim": ABSENT, "ffn_hidden_size": 24, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon": (
+        "falcon",
+        {
+            "head_dim": ABSENT,
+            "ffn_hidden_size": 24,
+            "alibi": False,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+        },
+    ),
     "gpt-neox": ("gpt_neox", {"rotary_pct": 0.5, "attention_dropout": 0.0, "hidden_dropout": 0.0}),
     "opt": ("opt", {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0, "attention_dropout": 0.0}),
 }

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.models.families import FAMILIES, MORE, lacking
-from tests.models.runs import LIMIT, Arm, assert_arm, on_ranks, train_arms, users_loss
+from tests.models.runs import LIMIT, Arm, assert_arm, on_ranks, once, train_arms, users_loss
 from tests.support.ranks import RankPool
 
 Run = Callable[..., list[dict[str, Any]]]
 HERE = [name for name in FAMILIES if name not in lacking(FAMILIES)]
 OTHERS = [name for name in MORE if name not in lacking(MORE)]
 
-ARMS = {name: Arm(name) for name in HERE} | {f"{name}, own loss": Arm(name, users_loss) for name in ("llama", "gpt-oss")}
+ARMS = {name: Arm(name) for name in HERE} | {
+    f"{name}, own loss": Arm(name, users_loss) for name in ("llama", "gpt-oss")
+}
 
 
 @pytest.fixture(scope="module")
 def trained(ranks: RankPool) -> Run:
     """Runs of all families at once, each made once; world 0 is plain Lightning on one process and padded batches."""
 
-    @cache
+    @once
     def run(world: int, fmt: str, precision: str = "64-true", fused: bool = False) -> list[dict[str, Any]]:
         options: dict[str, Any] = {"precision": precision, "exact": precision == "64-true"}
         if precision != "64-true":
@@ -38,7 +39,11 @@ def trained(ranks: RankPool) -> Run:
 
 SLOW = pytest.mark.slow
 RUNS = [(4, "padded"), pytest.param(4, "packed", marks=SLOW), pytest.param(2, "packed", marks=SLOW)]
-RUNS += [pytest.param(1, "padded", marks=SLOW), pytest.param(6, "padded", marks=SLOW), pytest.param(2, "jagged", marks=SLOW)]
+RUNS += [
+    pytest.param(1, "padded", marks=SLOW),
+    pytest.param(6, "padded", marks=SLOW),
+    pytest.param(2, "jagged", marks=SLOW),
+]
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -28,7 +28,9 @@ WAYS = {
 @pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("fmt", ["padded", pytest.param("packed", marks=pytest.mark.slow)])
-def test_the_same_as_one_process(ranks: RankPool, one_process: dict[str, Any], world: int, way: dict[str, Any], fmt: str) -> None:
+def test_the_same_as_one_process(
+    ranks: RankPool, one_process: dict[str, Any], world: int, way: dict[str, Any], fmt: str
+) -> None:
     results = ranks.run(train_arms, world, ARMS, strategy=on_ranks(world, **way), fmt=fmt, timeout=180)
     for name in ARMS:
         assert_arm(name, results, one_process)

@@ -17,7 +17,7 @@ from lightning_dcp.models.call import RegionCall
 from lightning_dcp.models.compiled import is_compiled
 from lightning_dcp.models.huggingface.attention import our_attention
 from lightning_dcp.models.huggingface.fused import FusedHead, check_fused_head, fused_head, fused_loss
-from lightning_dcp.models.huggingface.loss import Labels, model_loss, take_labels
+from lightning_dcp.models.huggingface.loss import Labels, check_divisor, check_targets, model_loss, take_labels
 from lightning_dcp.models.huggingface.refusals import configuration_problems, mixes_tokens
 from lightning_dcp.models.mixing import mixing_layers
 
@@ -87,6 +87,9 @@ class TransformerAdapter(ModelAdapter):
         as_tuple = call.take("return_dict", True) is False
         keep = call.take("logits_to_keep", 0)
         asked = take_labels(call) if self._has_head else None
+        if asked is not None:
+            check_divisor(call, asked)
+            check_targets(call, asked)
         self._prepare(call)
         if asked is not None and self.fused:
             out = fused_loss(call, self.model, self._fused, asked)

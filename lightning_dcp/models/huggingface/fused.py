@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lightning_dcp.batch.labels import IGNORE_INDEX
 from lightning_dcp.errors import RegionError
 from lightning_dcp.loss.linear_cross_entropy import linear_cross_entropy
 from lightning_dcp.models.call import RegionCall
-from lightning_dcp.models.huggingface.loss import Labels
+from lightning_dcp.models.huggingface.loss import Labels, count_targets
 from lightning_dcp.models.undisturbed import undisturbed
 
 
@@ -45,7 +44,9 @@ def base_of(model: PreTrainedModel) -> nn.Module:
     Raises:
         RegionError: it is neither where the class says, nor an attribute ``model``.
     """
-    base = model.base_model  # the model itself where its class names an attribute that it does not have (Gemma 3 in 4.57)
+    base = (
+        model.base_model
+    )  # the model itself where its class names an attribute that it does not have (Gemma 3 in 4.57)
     base = getattr(model, "model", None) if base is model else base
     if not isinstance(base, PreTrainedModel):
         raise RegionError("the model below its output layer was not found")
@@ -98,7 +99,7 @@ def fused_loss(call: RegionCall, model: PreTrainedModel, head: FusedHead, asked:
     losses = _losses(out.last_hidden_state[0], head, call.local_targets(asked.targets)[0])
     divisor: Any = asked.options.get("num_items_in_batch")
     if divisor is None:
-        divisor = (asked.targets.values() if asked.targets.is_nested else asked.targets).ne(IGNORE_INDEX).sum()
+        divisor = count_targets(asked.targets)
     total = (call.whole(losses.unsqueeze(0)) if call.pack.sharded else call.packed(losses.unsqueeze(0))).sum()
     states = call.gathered(out.hidden_states) if out.get("hidden_states") is not None else None
     return CausalLMOutputWithPast(loss=total / divisor, hidden_states=states)

@@ -65,31 +65,55 @@ def model_loss(model: PreTrainedModel, logits: Tensor, asked: Labels) -> Tensor:
     return function(logits=logits, labels=asked.labels, **given)
 
 
-def check_divisor(asked: Labels, *, targets: int, batch_targets: int, normalization: str) -> None:
+def check_divisor(call: RegionCall, asked: Labels) -> None:
     """``num_items_in_batch`` says what a sum of losses is divided by; the strategy must be told the same.
 
-    Args:
-        asked: of the call.
-        targets: of the pack.
-        batch_targets: of the whole batch.
-        normalization: the strategy's ``loss_normalization``.
+    A pack's own number makes a mean of its loss, which the strategy weighs by tokens; a number of the whole batch makes it
+    a share of a sum. One pack that is the whole batch is both. In a sharded step the number is not looked at: there the
+    strategy compares the loss with that of whole samples.
 
     Raises:
-        BatchError: both divide, or none does.
+        BatchError: the pack's own number with ``loss_normalization="sum"``, or another number without it.
     """
-    given = asked.options.get("num_items_in_batch")
-    if given is None or targets == batch_targets:
+    given, normalization = asked.options.get("num_items_in_batch"), call.pack.normalization
+    if given is None or normalization is None or call.pack.whole_batch or call.pack.sharded:
         return
-    items = int(given)
-    if items == targets and normalization == "sum":
-        found, remedy = (
-            "the pack's own targets",
-            'use loss_normalization="tokens", or give the number of the whole batch',
-        )
-    elif items != targets and normalization != "sum":
-        found, remedy = "not the pack's targets", 'use loss_normalization="sum", as the loss is a share of a sum then'
-    else:
+    items, own = float(given), int(count_targets(asked.targets))
+    if (items == own) == (normalization != "sum"):
         return
-    raise BatchError(
-        f"num_items_in_batch={items} is {found} ({targets}) with loss_normalization={normalization!r}: {remedy}"
+    found = f"the pack's own number of targets ({own})" if items == own else f"not the pack's number of targets ({own})"
+    remedy = (
+        'use loss_normalization="tokens", or give the number of the whole batch'
+        if items == own
+        else 'use loss_normalization="sum", as the loss is a share of a sum then, or leave num_items_in_batch out'
     )
+    raise BatchError(
+        f"num_items_in_batch={given} of region {call.name!r} is {found}, with loss_normalization={normalization!r}. Do one "
+        f"of these: {remedy}"
+    )
+
+
+def check_targets(call: RegionCall, asked: Labels) -> None:
+    """A mean over other targets than the batch's would be weighed wrongly: prompt tuning makes the first token one.
+
+    Raises:
+        BatchError: under ``loss_normalization="tokens"``, a call about longer or shorter sequences than the batch's whose
+            number of targets is another one.
+    """
+    pack = call.pack
+    if pack.normalization != "tokens" or pack.whole_batch or pack.sharded or "num_items_in_batch" in asked.options:
+        return
+    if call.sequences.lengths == pack.view.lengths:
+        return
+    found, counted = int(count_targets(asked.targets)), sum(pack.view.target_counts())
+    if found != counted:
+        raise BatchError(
+            f"region {call.name!r} computes a mean over {found} targets in {sum(call.sequences.lengths)} tokens, but "
+            f"the batch has {counted} targets in {sum(pack.view.lengths)} tokens, by which the strategy weighs it. Behind a "
+            "learned prompt each sample's first token is a target, too: set its label to -100"
+        )
+
+
+def count_targets(targets: Tensor) -> Tensor:
+    """How many targets count, of ``[N, T]`` or jagged ``[N, (T)]``; a scalar."""
+    return (targets.values() if targets.is_nested else targets).ne(IGNORE_INDEX).sum()
