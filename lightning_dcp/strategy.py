@@ -16,12 +16,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -388,12 +389,21 @@ class DCPStrategy(DDPStrategy):
         Lightning zeroes gradients after this and before :meth:`backward`; they wait in a stash until then.
         """
         accumulate = self._trainer.accumulate_grad_batches
-        if self._trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:
-            self._take_gradients()  # left over from the window before
+        first = self._trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
+        before = self._take_gradients() if first else []  # left over from the window before
+        if not self._sees_gradients_before_zero_grad():
+            before.clear()  # they would take memory while the packs run
         after = partial(self._pack_backward, accumulate)
         output = self._run("training_step", self.precision_plugin.train_step_context, batch, args, after, self._outputs)
         self._stash = self._take_gradients()
+        for parameter, gradient in zip(self._module.parameters(), before, strict=False):
+            parameter.grad = gradient  # for on_before_zero_grad; Lightning drops them right after it
         return output
+
+    def _sees_gradients_before_zero_grad(self) -> bool:
+        hook, trainer = "on_before_zero_grad", self._trainer
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        return is_overridden(hook, self._module) or any(is_overridden(hook, c, parent=Callback) for c in callbacks)
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
         """Run ``validation_step`` for each pack of this rank; return what one process would have."""
