@@ -16,7 +16,7 @@ from tests.support.training import VOCAB
 WINDOW = 5
 ABSENT = object()
 """A size that a family does not have."""
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -109,7 +109,7 @@ WITHOUT_INTERFACE = ("falcon",)
 def config_of(family: str, **changes: Any) -> Any:
     """The configuration of a tiny model of a family."""
     kind, own = (FAMILIES | MORE)[family]
-    sizes = {} if kind == "gpt2" else _SIZES
+    sizes = {} if kind == "gpt2" else SIZES
     given = dict(sizes) | own | changes
     return AutoConfig.for_model(kind, **{name: value for name, value in given.items() if value is not ABSENT})
 
@@ -144,4 +144,4 @@ def lacking(families: Mapping[str, Any]) -> list[str]:
     return [name for name, (kind, _) in families.items() if kind not in transformers.CONFIG_MAPPING]
 
 
-TRANSFORMERS = Version(transformers.__version__)
+TRANSFORMERS_5 = Version(transformers.__version__) >= Version("5")

@@ -14,12 +14,13 @@ from transformers.utils import ModelOutput
 from lightning_dcp.errors import Problem, RegionError
 from lightning_dcp.models.adapter import ModelAdapter
 from lightning_dcp.models.call import RegionCall
-from lightning_dcp.models.compiled import is_compiled
+from lightning_dcp.models.compiled import is_compiled, uncompiled
 from lightning_dcp.models.huggingface.attention import our_attention
 from lightning_dcp.models.huggingface.fused import FusedHead, check_fused_head, fused_head, fused_loss
 from lightning_dcp.models.huggingface.loss import Labels, check_divisor, check_targets, model_loss, take_labels
 from lightning_dcp.models.huggingface.refusals import configuration_problems, mixes_tokens
 from lightning_dcp.models.mixing import mixing_layers
+from lightning_dcp.models.positions import POSITIONS, positions_argument
 
 _CACHES = ("past_key_values", "cache", "cache_params")
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position")
@@ -37,7 +38,9 @@ class TransformerAdapter(ModelAdapter):
     all_ones = True  # without a mask, transformers looks for sample borders in the positions, which jump in a shard
 
     def __init__(self, module: nn.Module, *, fused: bool = False) -> None:
-        super().__init__(module)
+        # Not the parent's: a model without positions, such as Mamba, is refused below, with all else that stands against it.
+        self.module = uncompiled(module)
+        self.positions = positions_argument(module) or POSITIONS
         self.model = cast(PreTrainedModel, self.module)
         self.fused = fused
         self.compiled = is_compiled(module)

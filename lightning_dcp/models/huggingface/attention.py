@@ -139,7 +139,7 @@ def implementation_of(model: PreTrainedModel) -> str | None:
 @contextmanager
 def our_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model's layers, and those of models inside it, call our attention; afterwards they call their own again."""
-    before = {}
+    before: dict[int, tuple[Any, str | None]] = {}
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and (wanted := implementation_of(part)) is not None:
             _, own = before.setdefault(id(part.config), (part.config, part.config._attn_implementation))
