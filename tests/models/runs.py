@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,7 +43,10 @@ def users_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def loss_of_logits(logits: Tensor, batch: Any) -> Tensor:
     """Cross-entropy over targets, in the precision of the logits."""
-    return F.cross_entropy(logits.flatten(0, 1), shifted_labels(batch).flatten())
+    targets = shifted_labels(batch)
+    if logits.is_nested:
+        return F.cross_entropy(logits.values(), targets.values())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def as_it_is(model: nn.Module) -> nn.Module:
@@ -132,12 +136,17 @@ def train(
         run.fit(module, loader(lengths, 6, fmt) if batches is None else batches)
     return {
         "losses": recorder.losses,
-        "gradients": recorder.gradients,
-        "weights": {name: p.detach().clone() for name, p in module.named_parameters()},
+        "gradients": [_arrays(step) for step in recorder.gradients],
+        "weights": _arrays(dict(module.named_parameters())),
         "logged": {name: float(value) for name, value in run.callback_metrics.items()},
         "steps": recorder.logged,
         "cp_sizes": recorder.cp_sizes,
     }
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """For the way to another process: a tensor takes a file descriptor along, and there are thousands."""
+    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
 
 
 def train_arms(
@@ -182,7 +191,7 @@ def _part(result: dict[str, Any], name: str) -> dict[str, Any]:
     prefix = f"models.{name}."
 
     def own(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if key.startswith(prefix)}
+        return {key: torch.from_numpy(value) for key, value in values.items() if key.startswith(prefix)}
 
     return {
         "losses": [step[f"{name}_step"] for step in result["steps"]],

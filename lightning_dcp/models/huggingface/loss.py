@@ -62,6 +62,9 @@ def model_loss(model: PreTrainedModel, logits: Tensor, asked: Labels) -> Tensor:
             "labels are shifted before it is called, inside each sample. Add shift_labels=None to its arguments and use them "
             "where they are given, or compute the loss outside the model"
         )
+    if logits.is_nested:  # loss functions reshape, which jagged tensors cannot
+        given["shift_labels"], labels = asked.targets.values(), None if asked.labels is None else asked.labels.values()
+        return function(logits=logits.values(), labels=labels, **given)
     return function(logits=logits, labels=asked.labels, **given)
 
 
