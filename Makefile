@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
-.PHONY: demo test test-all lint types tests compare gpu-check clean
+HF4 := .venv-hf4
+
+.PHONY: demo test test-all test-hf4 lint types tests compare gpu-check clean
 
 ## demo: train a small model on four CPU ranks, each micro-batch with its own context-parallel size
 demo: $(VENV)/.installed
@@ -41,6 +43,19 @@ tests: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev lint types
 	$(BIN)/pytest
 
+## test-hf4: the tests of Hugging Face models with the last transformers 4, in an environment of its own
+test-hf4: $(HF4)/.installed
+	$(HF4)/bin/pytest tests/models -m "not slow"
+
+# The packages that come with a transformers are those of its time.
+$(HF4)/.installed: constraints.txt pyproject.toml
+	test -x $(HF4)/bin/python || $(PYTHON) -m venv $(HF4)
+	grep -v -E "^(transformers|peft|tokenizers|huggingface_hub)==" constraints.txt > $(HF4)/constraints.txt
+	echo "transformers==4.57.6" >> $(HF4)/constraints.txt
+	$(HF4)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(HF4)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(HF4)/constraints.txt --editable ".[dev]"
+	touch $@
+
 # torch first and alone: the version is pinned, so that nothing later in the list pulls another build.
 $(VENV)/.installed: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -53,4 +68,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(HF4) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
