@@ -44,10 +44,9 @@ def base_of(model: PreTrainedModel) -> nn.Module:
     Raises:
         RegionError: it is neither where the class says, nor an attribute ``model``.
     """
-    base = (
-        model.base_model
-    )  # the model itself where its class names an attribute that it does not have (Gemma 3 in 4.57)
-    base = getattr(model, "model", None) if base is model else base
+    base: Any = model.base_model
+    if base is model:  # its class names an attribute that it does not have: Gemma 3 in transformers 4.57
+        base = getattr(model, "model", None)
     if not isinstance(base, PreTrainedModel):
         raise RegionError("the model below its output layer was not found")
     return base
