@@ -153,9 +153,9 @@ def rope(parameters: dict[str, Any], **others: Any) -> dict[str, Any]:
     """Rotary settings, as either version of transformers calls them."""
     if TRANSFORMERS_5:
         return {"rope_parameters": {"rope_theta": 10000.0} | parameters | others} | others
-    return {
-        "rope_scaling": {n: v for n, v in parameters.items() if parameters["rope_type"] == "dynamic" or n != "factor"}
-    } | others
+    if parameters["rope_type"] == "longrope":
+        parameters = {"type": "longrope"} | {name: parameters[name] for name in ("short_factor", "long_factor")}
+    return {"rope_scaling": parameters} | others
 
 
 @pytest.mark.parametrize("case", REFUSED)
