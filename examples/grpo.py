@@ -32,11 +32,13 @@ class GRPO(L.LightningModule):
     clipped objective (equation 7 of arXiv:1707.06347) with the estimator k3 of the divergence from a reference
     (http://joschu.net/blog/kl-approx.html), as in GRPO (equations 3 and 4 of arXiv:2402.03300).
 
+    A :class:`~lightning_dcp.PackedBatch` has per-token fields only: there, advantages and temperatures are given once a token.
+
     Tokens are averaged over the batch (``tokens``, as DAPO does, equation 8 of arXiv:2503.14476), or over each answer and
     then over answers (``samples``, as GRPO does).
 
-    Batches have ``input_ids``, ``labels`` (-100 where nothing is to be learnt, as in the prompt), ``advantages`` ``[B]``,
-    and, if they like:
+    Batches are padded or packed (torch's nested tensors have no gradient of ``minimum``). They have ``input_ids``,
+    ``labels`` (-100 where nothing is to be learnt, as in the prompt), ``advantages`` ``[B]``, and, if they like:
 
     - ``old_log_probs``, per token, each at the position that predicts it, as ``token_log_probs`` gives them; without, the
       policy is taken to be the one that drew the answers;
@@ -76,7 +78,7 @@ class GRPO(L.LightningModule):
         log_probs = self.log_probs(self.policy, batch)
         old = batch["old_log_probs"] if "old_log_probs" in batch else log_probs.detach()
         # where nothing is learnt the ratio is 1, whatever the batch holds there
-        ratio = (log_probs - old).masked_fill(~counted, 0.0).exp()
+        ratio = torch.where(counted, log_probs - old, 0.0).exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         advantages = expand_samples(batch["advantages"], batch)
         losses = -torch.minimum(ratio * advantages, clipped * advantages)

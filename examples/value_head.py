@@ -88,7 +88,7 @@ class ActorCritic(L.LightningModule):
 
     def actor_losses(self, log_probs: Tensor, counted: Tensor, batch: Batch) -> Tensor:
         """Of each token."""
-        ratio = (log_probs - batch["old_log_probs"]).masked_fill(~counted, 0.0).exp()
+        ratio = torch.where(counted, log_probs - batch["old_log_probs"], 0.0).exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         return -torch.minimum(ratio * batch["advantages"], clipped * batch["advantages"])
 

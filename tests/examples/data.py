@@ -18,7 +18,7 @@ from tests.support.training import VOCAB
 LENGTHS = (60, 3, 30, 7, 1, 12, 5, 29, 2, 61, 16, 9)
 CHOSEN = (30, 3, 16, 7, 1, 5, 2, 29, 1, 31, 8, 9)
 REJECTED = (30, 2, 14, 4, 2, 20, 9, 12, 2, 30, 8, 3)
-LIMIT = {1: 64, 2: 32, 4: 16, 6: 16}
+LIMIT = {2: 32, 4: 16, 6: 13}
 
 Sample = dict[str, Tensor]
 

@@ -128,13 +128,12 @@ class Row:
     formats: tuple[str, ...] = ("padded", "packed")
 
 
-ALL_FORMATS = ("padded", "packed", "jagged")
 BOTH = ("policy", "reference")
 MODELS = ("student", "teacher")
 OF_PAIRS: dict[str, Any] = {"batches": "pairs", "normalization": "samples", "formats": ("padded", "jagged")}
 
 ROWS: dict[str, Row] = {
-    "token mean": Row(lambda: Supervised(decoder(1)), "documents", formats=ALL_FORMATS),
+    "token mean": Row(lambda: Supervised(decoder(1)), "documents", formats=("padded", "packed", "jagged")),
     "sample mean": Row(lambda: Supervised(decoder(1), reduction="samples"), "documents", "samples"),
     "sum": Row(lambda: Supervised(decoder(1), reduction="sum"), "documents", "sum"),
     "dpo": Row(dpo, regions=BOTH, **OF_PAIRS),
@@ -145,7 +144,7 @@ ROWS: dict[str, Row] = {
         partial(dpo, JoinedDPO, partial(decoder, kind=Masked)), regions=BOTH, **OF_PAIRS | {"formats": ("padded",)}
     ),
     "ipo": Row(partial(dpo, loss="ipo", beta=0.5), regions=BOTH, **OF_PAIRS),
-    "grpo, token mean": Row(grpo, "rollouts", regions=("policy",), formats=ALL_FORMATS),
+    "grpo, token mean": Row(grpo, "rollouts", regions=("policy",)),
     "grpo, sample mean, kl": Row(
         partial(grpo, normalization="samples", kl_coefficient=0.1, clip_high=0.3), "rollouts", "samples", BOTH
     ),
