@@ -141,7 +141,7 @@ VARIANTS: dict[str, tuple[dict[str, Arm], Callable[[], DataLoader]]] = {
         ("items", "items", {"loss_normalization": "sum"}),
         pytest.param("items", "items", {"loss_normalization": "sum", "fused_linear_cross_entropy": True}, marks=SLOW),
         ("prompt tuning", "prompt tuning", {"max_seqlen_per_dp_cp_rank": 40}),  # room for the prompts' tokens
-        ("last", "last", {"loss_normalization": "samples"}),
+        pytest.param("last", "last", {"loss_normalization": "samples"}, marks=SLOW),
         ("classifier", "classifier", {"loss_normalization": "samples"}),
         pytest.param("classifier", "classifier", {}, marks=SLOW),  # one label a sample is one target
         pytest.param("compiled", "compiled", {}, marks=SLOW),

@@ -64,7 +64,7 @@ def generate(implementation: str, strategy: dict[str, Any] | None, fails: bool =
     return {"found": module.found, "after": after, "own": own, "error": error}
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_outside_steps_the_model_is_its_own(ranks: RankPool, implementation: str) -> None:
     expected = ranks.run(generate, 1, implementation, None)[0]
     for result in ranks.run(generate, 2, implementation, on_ranks(2)):
