@@ -7,6 +7,7 @@ from the first two tokens what follows, so losses fall within a few steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import lightning.pytorch as L
@@ -32,10 +33,10 @@ def counting(length: int, generator: torch.Generator) -> Tensor:
 
 
 def lengths(generator: torch.Generator, *, longest: int = 480) -> Iterator[int]:
-    """Lengths with a long tail: most are near 30 tokens, a few are ``longest``."""
-    while True:
+    """Lengths with a long tail: most are near 30 tokens, one in eight is ``longest``."""
+    for number in count():
         normal = torch.randn((), generator=generator, dtype=torch.float64)
-        yield int((normal + 3.4).exp().clamp(8, longest))
+        yield longest if number % 8 == 3 else int((normal + 3.4).exp().clamp(8, longest))
 
 
 def supervised(ids: Tensor) -> Sample:
@@ -45,19 +46,19 @@ def supervised(ids: Tensor) -> Sample:
     return {"input_ids": ids, "labels": labels}
 
 
-def documents(count: int, seed: int = 0) -> list[Sample]:
+def documents(number: int, seed: int = 0) -> list[Sample]:
     """Samples that count."""
     generator = torch.Generator().manual_seed(seed)
     wanted = lengths(generator)
-    return [supervised(counting(next(wanted), generator)) for _ in range(count)]
+    return [supervised(counting(next(wanted), generator)) for _ in range(number)]
 
 
-def pairs(count: int, seed: int = 0) -> list[dict[str, Sample]]:
+def pairs(number: int, seed: int = 0) -> list[dict[str, Sample]]:
     """Two answers to a prompt: the chosen one counts on, the rejected one does not."""
     generator = torch.Generator().manual_seed(seed)
     wanted = lengths(generator, longest=240)
     samples = []
-    for _ in range(count):
+    for _ in range(number):
         chosen = counting(next(wanted), generator)
         noise = torch.randint(1, VOCAB, (next(wanted) - PROMPT,), generator=generator)
         rejected = torch.cat([chosen[:PROMPT], noise])
@@ -74,7 +75,7 @@ def collate_pairs(samples: Sequence[dict[str, Sample]]) -> dict[str, Tensor]:
     return batch
 
 
-def rollouts(count: int, group: int = 4, seed: int = 0) -> list[Sample]:
+def rollouts(number: int, group: int = 4, seed: int = 0) -> list[Sample]:
     """Answers as a policy would have drawn them: ``group`` to a prompt, each with a reward, which gives its advantage.
 
     The reward is the share of tokens that count on from the token before; the advantage is the reward less its group's mean
@@ -84,7 +85,7 @@ def rollouts(count: int, group: int = 4, seed: int = 0) -> list[Sample]:
     generator = torch.Generator().manual_seed(seed)
     wanted = lengths(generator)
     samples = []
-    for _ in range(count // group):
+    for _ in range(number // group):
         rewards = torch.rand(group, generator=generator)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         right = counting(480, generator)
@@ -100,11 +101,11 @@ def rollouts(count: int, group: int = 4, seed: int = 0) -> list[Sample]:
     return samples
 
 
-def valued_rollouts(count: int, seed: int = 0) -> list[Sample]:
+def valued_rollouts(number: int, seed: int = 0) -> list[Sample]:
     """Answers with what a critic needs, per token: returns, old values, and advantages."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
-    for sample in rollouts(count, seed=seed):
+    for sample in rollouts(number, seed=seed):
         reward = (sample["temperature"] - 0.8) / 0.4
         returns = reward.expand(len(sample["input_ids"]))
         values = returns + 0.3 * torch.randn(len(returns), generator=generator)
@@ -150,6 +151,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[PrintLogs(), RunSummary(warmup_steps=0)],
-        strategy=DCPStrategy(max_seqlen_per_dp_cp_rank=256, cost_model="cpu", **strategy),
+        # the longest samples have up to 512 tokens, and need all ranks
+        strategy=DCPStrategy(max_seqlen_per_dp_cp_rank=512 // devices, cost_model="cpu", **strategy),
     )
     trainer.fit(module, DataLoader(samples, batch_size=batch_size, collate_fn=collate))  # type: ignore[arg-type]

@@ -323,7 +323,7 @@ def test_top_k_of_the_batch_equal_those_of_the_region() -> None:
     for sample in samples:
         values, ids = module.teacher(sample["input_ids"].unsqueeze(0))
         given.append(sample | {"teacher_log_probs": values[0], "teacher_ids": ids[0]})
-    assert len({float(loss_of(module, "taught", batch)) for batch in (samples, given)}) == 2
+    assert len({loss_of(module, "taught", batch).item() for batch in (samples, given)}) == 2
     same(loss_of(module, "taught", given), loss_of(module, "documents", samples_of("documents", lengths=LENGTHS)))
 
 
