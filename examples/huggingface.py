@@ -35,7 +35,9 @@ class FineTuning(L.LightningModule):
         super().__init__()
         self.model: Any = AutoModelForCausalLM.from_pretrained(name) if name else tiny_llama(vocab_size)
         if lora:
-            self.model = get_peft_model(self.model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+            self.model = get_peft_model(
+                self.model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+            )
         self.learning_rate = learning_rate
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:

@@ -44,8 +44,8 @@ from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import CostModel, Scheduler
 from lightning_dcp.schedule.choice import SchedulerChoice
-from lightning_dcp.step.agreement import GATHERED, OutputsChoice, gradient_tolerance
 from lightning_dcp.step.ahead import PlanAhead, PlanCounts
+from lightning_dcp.step.outputs_choice import GATHERED, OutputsChoice, gradient_tolerance
 from lightning_dcp.step.runner import detached, loss_of, run_packs
 from lightning_dcp.step.scheduled import PackWork, ScheduledBatch, schedule_batch
 
@@ -203,6 +203,7 @@ class DCPStrategy(DDPStrategy):
         self._callback: SchedulerCallback | None = None
         self._watchdog: Watchdog | None = None
         self._outputs = GATHERED
+        self._warning_filter: Any = None
         self._stash: list[Tensor | None] | None = None
         self._running_packs = False
         raise_problems(problems + checks.argument_problems(self))
@@ -323,6 +324,7 @@ class DCPStrategy(DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         # Logged values are joined over all ranks already (lightning_dcp.step.logs), which Lightning cannot know.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
+        self._warning_filter = warnings.filters[0]
         rank_zero_info(self.describe())
 
     def _new_planner(self) -> PlanAhead:
@@ -396,9 +398,16 @@ class DCPStrategy(DDPStrategy):
         after = partial(self._pack_backward, accumulate)
         output = self._run("training_step", self.precision_plugin.train_step_context, batch, args, after, self._outputs)
         self._stash = self._take_gradients()
+        if self.callback.scheduled is not None and not any(self.callback.scheduled.targets):
+            self._stash = self._zeros_for_none(self._stash)
         for parameter, gradient in zip(self._module.parameters(), before, strict=False):
             parameter.grad = gradient  # for on_before_zero_grad; Lightning drops them right after it
         return output
+
+    def _zeros_for_none(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of a batch without targets: its packs ran no backward, but optimizers take steps without gradients, too."""
+        pairs = zip(self._module.parameters(), gradients, strict=True)
+        return [torch.zeros_like(p) if g is None and p.requires_grad else g for p, g in pairs]
 
     def _sees_gradients_before_zero_grad(self) -> bool:
         hook, trainer = "on_before_zero_grad", self._trainer
@@ -519,6 +528,8 @@ class DCPStrategy(DDPStrategy):
             self._watchdog = None
         if self._regions is not None:
             self._regions.remove()
+        if self._warning_filter in warnings.filters:
+            warnings.filters.remove(self._warning_filter)  # type: ignore[attr-defined]
         super().teardown()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -107,6 +109,24 @@ class Returning(TinyModule):
         return {"loss": next_token_loss(logits, batch), "logits": logits.detach()}
 
 
+class OwnMask(TinyModule):
+    """A sum over a mask with a name of the user's, of which fill tokens must have no part."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.model(batch["input_ids"]).square().mean(-1)
+        loss = 0.01 * (scores * batch["response_mask"]).sum()
+        self.log("train_loss", loss, reduce_fx="sum")
+        return loss
+
+
+class ConstantWithoutTargets(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch["input_ids"])
+        if "shift_labels" in batch and not (batch["shift_labels"] != -100).any():
+            return torch.zeros((), dtype=logits.dtype)
+        return next_token_loss(logits, batch)
+
+
 class OneRankFails(TinyModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self.model(batch["input_ids"])
@@ -123,6 +143,9 @@ class Data(RaggedTokens):
         for number, sample in enumerate(self.samples):
             if kind == "few":
                 sample["labels"][3:] = -100
+            if kind == "own mask":
+                del sample["labels"]
+                sample["response_mask"] = torch.ones(len(sample["input_ids"]), dtype=torch.float64)
             if kind == "mask":
                 sample["loss_mask"] = (sample.pop("labels") != -100).double()
             if kind == "number":
@@ -168,6 +191,7 @@ def one_process(ranks: RankPool) -> Any:
     return cache(lambda kind, data, **options: ranks.run(run, 1, kind, data, "padded", None, **options)[0])
 
 
+STATIC_ALL = {"dynamic_context_parallel": False}
 ROWS = [
     ("tokens", TokenWise, "plain", "padded", {}),
     ("packed", TokenWise, "plain", "packed", {}),
@@ -177,6 +201,7 @@ ROWS = [
     ("static: fewer tokens than ranks", TokenWise, "plain", "packed", {"dynamic_context_parallel": False}),
     ("contiguous", TokenWise, "plain", "padded", {"layout": "contiguous"}),
     ("a mask", Masked, "mask", "padded", {}),
+    ("fewer tokens than ranks, by a mask", OwnMask, "own mask", "packed", {"loss_normalization": "sum"} | STATIC_ALL),
     ("a sum", Summed, "mask", "packed", {"loss_normalization": "sum"}),
 ]
 
@@ -236,17 +261,53 @@ def test_auto_keeps_whole_samples_where_sharded_steps_give_something_else(
         assert re.search(rf"outputs='sharded': .*({reason})", outcomes[0][1])
 
 
-def test_a_rank_that_fails_alone_ends_the_run(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def fit_twice() -> None:
+    """A first run that agrees, and one in which a rank fails alone."""
+    strategy = {"max_seqlen_per_dp_cp_rank": 32, "outputs": "auto"}
+    assert run(TokenWise, "plain", "padded", strategy)["sharded"] is True
+    os.environ["WORLD_SIZE"] = os.environ["TEST_WORLD_SIZE"]  # Lightning forgets it at the end of a run
+    run(OneRankFails, "plain", "padded", strategy)
+
+
+@pytest.fixture
+def impatient(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankPool]:
+    """Ranks that wait three seconds for the others of their group to fail as well."""
     monkeypatch.setattr("lightning_dcp.step.agreement.PATIENCE", timedelta(seconds=3))
     ranks.close()  # workers are forked with the shorter patience
-    try:
-        settings = {"max_seqlen_per_dp_cp_rank": 32, "outputs": "auto"}
-        outcomes = ranks.run_all(run, 2, OneRankFails, "plain", "padded", settings, timeout=60)
-        assert not any(ok for ok, _ in outcomes)
-        assert "this rank cannot" in outcomes[1][1]
-        assert "rank 1" in outcomes[0][1]
-    finally:
-        ranks.close()
+    yield ranks
+    ranks.close()
+
+
+def test_a_rank_that_fails_alone_ends_the_run(impatient: RankPool) -> None:
+    outcomes = impatient.run_all(fit_twice, 2, timeout=60)
+    assert not any(ok for ok, _ in outcomes)
+    assert "this rank cannot" in outcomes[1][1]
+    assert "rank 1" in outcomes[0][1]
+
+
+def test_a_constant_loss_on_a_rank_without_targets_ends_the_run(impatient: RankPool) -> None:
+    settings = {"max_seqlen_per_dp_cp_rank": 16, "outputs": "sharded"}
+    outcomes = impatient.run_all(run, 4, ConstantWithoutTargets, "few", "padded", settings, timeout=60)
+    assert not any(ok for ok, _ in outcomes)
+    assert any("returned a constant for tokens without targets" in text for _, text in outcomes)
+
+
+def no_targets(strategy: dict[str, Any] | None) -> dict[str, Tensor]:
+    module = TinyModule(optimizer="adamw", lr=0.1)
+    data = Data("plain")
+    for sample in data.samples[6:12]:  # the second of three batches
+        sample["labels"] = torch.full_like(sample["labels"], -100)
+    batches = torch.utils.data.DataLoader(data, batch_size=6, collate_fn=collate("plain", "padded"))
+    trainer(strategy=strategy).fit(module, batches)
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def test_a_batch_without_targets_is_a_step_with_gradients_of_zero(ranks: RankPool) -> None:
+    expected = ranks.run(no_targets, 1, None)[0]
+    for outputs in ("gathered", "sharded"):
+        for weights in ranks.run(no_targets, 2, {"max_seqlen_per_dp_cp_rank": 32, "outputs": outputs}):
+            for name, weight in expected.items():
+                torch.testing.assert_close(weights[name], weight, rtol=1e-9, atol=1e-9)
 
 
 def test_one_rank_has_nothing_to_cut(ranks: RankPool, one_process: Any) -> None:

@@ -35,6 +35,14 @@ class BatchView(ABC):
     def select(self, indices: Sequence[int]) -> Any:
         """The same kind of batch with only these samples, whole and in this order."""
 
+    def part(self, indices: Sequence[int]) -> BatchView:
+        """The view of :meth:`select`: of the same kind, whatever the cut batch looks like by itself."""
+        return self.reread(self.select(indices), indices)
+
+    @abstractmethod
+    def reread(self, selected: Any, indices: Sequence[int]) -> BatchView:
+        """A view of this kind of what was selected at these indices."""
+
     @abstractmethod
     def sequences(self, value: Tensor, attention_mask: object = None) -> SequenceView | None:
         """Which sequences a tensor holds that is handed to a model, which need not be a field of the batch.

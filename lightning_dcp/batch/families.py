@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,18 +38,18 @@ class FamiliesView(BatchView):
 
     Args:
         batch: the mapping.
-        view: makes the view of one family.
+        view: makes the view of one family, from its prefix and its fields.
 
     Raises:
         BatchError: a family that breaks the rules of its format, families of different numbers of samples, or a mask or
             labels without a prefix.
     """
 
-    def __init__(self, batch: Mapping[str, Any], view: Callable[[Mapping[str, Any]], BatchView]) -> None:
+    def __init__(self, batch: Mapping[str, Any], view: Callable[[str, Mapping[str, Any]], BatchView]) -> None:
         self.batch, self.tokens = batch, None
         prefixes = family_prefixes(batch)
         self._owners = {name: _owner(name, prefixes) for name in batch}
-        self.families = {prefix: _named(prefix, view, self._fields(prefix)) for prefix in prefixes}
+        self.families = {prefix: _named(prefix, partial(view, prefix), self._fields(prefix)) for prefix in prefixes}
         """The view of each family, by prefix."""
         rows = {f"{prefix}{IDS}": len(family.lengths) for prefix, family in self.families.items()}
         if len(set(rows.values())) > 1:
@@ -82,6 +83,9 @@ class FamiliesView(BatchView):
             else:
                 values[name] = cut[owner][name[len(owner) :]]
         return like(self.batch, values)
+
+    def reread(self, selected: Any, indices: Sequence[int]) -> FamiliesView:  # noqa: D102
+        return FamiliesView(selected, lambda prefix, fields: self.families[prefix].reread(fields, indices))
 
     def _cut_families(self, indices: Sequence[int]) -> dict[str, Any]:
         widths: dict[int, int] = {}

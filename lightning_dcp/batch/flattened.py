@@ -48,6 +48,9 @@ class FlattenedView(BatchView):
             values[name] = self._cut(name, value, indices, spans) if made is None else made
         return like(self.batch, values)
 
+    def reread(self, selected: Any, indices: Sequence[int]) -> FlattenedView:  # noqa: D102
+        return FlattenedView(selected, [self.lengths[i] for i in indices])
+
     def _cut(self, name: str, value: Any, indices: Sequence[int], spans: Sequence[slice]) -> Any:
         if isinstance(value, Tensor) and name == "position_ids" and self.tokens.leading(value) == 1:
             return cut_tokens(value, spans, 2)

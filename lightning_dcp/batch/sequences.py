@@ -47,6 +47,10 @@ class SequenceView(ABC):
     @abstractmethod
     def _shifted(self, labels: Tensor) -> Tensor: ...
 
+    def refuse_padding_targets(self, labels: Tensor, name: str) -> None:
+        """Raise :class:`BatchError` if padding has labels: packs hold no padding, but a loss of padded rows would count it."""
+        return  # most shapes have no padding
+
     def shifted(self, labels: Tensor) -> Tensor:
         """Labels ``[T]`` of this shape, shifted by one inside each sequence: the label of the next token.
 
@@ -125,6 +129,14 @@ class PaddedSequences(SequenceView):
     def unflatten(self, packed: Tensor) -> Tensor:  # noqa: D102
         padded = packed.new_zeros((self.mask.numel(), *packed.shape[1:]))
         return padded.index_copy(0, self._real, packed).unflatten(0, self.mask.shape)
+
+    def refuse_padding_targets(self, labels: Tensor, name: str) -> None:  # noqa: D102
+        counted = ((labels != IGNORE_INDEX) & ~self.mask).flatten(1).any(1)
+        if bool(counted.any()):
+            raise BatchError(
+                f"{name} of row {int(counted.nonzero()[0])} are not {IGNORE_INDEX} in its padding, where nothing is computed: "
+                f"set them to {IGNORE_INDEX} (labels.masked_fill(attention_mask == 0, {IGNORE_INDEX}))"
+            )
 
     @property
     def shape_name(self) -> str:  # noqa: D102

@@ -23,12 +23,24 @@ class ShardedBatch(dict[str, Any]):
         self._left_out = left_out
 
     def __missing__(self, name: str) -> Any:
+        self._refuse_left_out(name)
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._refuse_left_out(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict; a field that is left out is an error here, too."""
+        self._refuse_left_out(name)
+        return super().get(name, default)
+
+    def _refuse_left_out(self, name: object) -> None:
         if name in self._left_out:
             raise BatchError(
                 f"batch[{name!r}] holds no entry a token, and a step with sharded outputs sees parts of samples: use "
                 'outputs="gathered"'
             )
-        raise KeyError(name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -27,6 +27,9 @@ class PackedView(BatchView):
     def select(self, indices: Sequence[int]) -> PackedBatch:  # noqa: D102
         return self.batch.select(indices)
 
+    def reread(self, selected: Any, indices: Sequence[int]) -> PackedView:  # noqa: D102
+        return PackedView(selected)
+
     def sequences(self, value: Tensor, attention_mask: object = None) -> SequenceView | None:
         """The batch's own sequences, for tensors ``[1, T, ...]``; its boundaries win over any mask."""
         return self.tokens if self.tokens.per_token(value) else None
@@ -60,6 +63,9 @@ class PaddedView(BatchView):
         """
         return self.cut(indices, self.width(indices))
 
+    def reread(self, selected: Any, indices: Sequence[int]) -> PaddedView:  # noqa: D102
+        return PaddedView(selected)
+
     def cut(self, indices: Sequence[int], width: int) -> Any:
         """Rows at these indices, and the first ``width`` columns."""
         return like(self.batch, {n: self._cut(n, value, indices, width) for n, value in self.batch.items()})
@@ -75,15 +81,37 @@ class PaddedView(BatchView):
         """A tensor of the batch's shape holds the batch's own sequences, any other ``[N, T', ...]`` is read by itself.
 
         A mask of the call that has zeros is followed; one of ones only does not change which tokens of the batch are
-        real. Tensors of another shape hold the real tokens of the call's mask, or full rows where there is none. A jagged
-        tensor is read by its own offsets.
+        real. Tensors of another shape hold the real tokens of the call's mask. Without one, columns of a field of the batch
+        (``input_ids[:, :-1]``) hold what is real in these columns, and any other tensor full rows. A jagged tensor is read
+        by its own offsets.
         """
         if not self.tokens.per_token(value):
-            return read_rows(value, attention_mask)
+            columns = self._columns(value) if attention_mask is None else None
+            return read_rows(value, attention_mask) if columns is None else PaddedSequences(self.mask[:, columns])
         if attention_mask is None or attention_mask is self.batch.get("attention_mask"):
             return self.tokens
         given = PaddedSequences(real_tokens(attention_mask, value))
         return self.tokens if bool(given.mask.all()) else given
+
+    def _columns(self, value: Tensor) -> slice | None:
+        """Which columns of a field of the batch a tensor is, if it shares the field's memory."""
+        for field in self.batch.values():
+            if not isinstance(field, Tensor) or not self.tokens.per_token(field) or not same_memory(value, field):
+                continue
+            start, rest = divmod(value.storage_offset() - field.storage_offset(), field.stride(1))
+            if rest == 0 and start >= 0 and start + value.shape[1] <= field.shape[1]:
+                return slice(start, start + value.shape[1])
+        return None
+
+
+def same_memory(value: Tensor, field: Tensor) -> bool:
+    """Whether a tensor is made of the memory of a field, row by row, so that it can only be some of its columns."""
+    plain = not value.is_nested and value.dim() == field.dim() and value.numel() > 0
+    return (
+        plain
+        and value.untyped_storage().data_ptr() == field.untyped_storage().data_ptr()
+        and (value.stride(), value.dtype, value.shape[0]) == (field.stride(), field.dtype, field.shape[0])
+    )
 
 
 class JaggedView(BatchView):
@@ -102,6 +130,9 @@ class JaggedView(BatchView):
     def select(self, indices: Sequence[int]) -> Any:  # noqa: D102
         offsets = cumulative([self.lengths[i] for i in indices], self.tokens.offsets.device).long()
         return like(self.batch, {name: self._cut(value, indices, offsets) for name, value in self.batch.items()})
+
+    def reread(self, selected: Any, indices: Sequence[int]) -> JaggedView:  # noqa: D102
+        return JaggedView(selected)
 
     def _cut(self, value: Any, indices: Sequence[int], offsets: Tensor) -> Any:
         if is_jagged(value):

@@ -21,7 +21,8 @@ def count_targets(batch: Any, tokens: SequenceView) -> tuple[int, ...]:
         tokens: how its per-token fields lie.
 
     Raises:
-        BatchError: more than one of these fields, one that is not per-token, or a mask with other values than 0 and 1.
+        BatchError: more than one of these fields, one that is not per-token, labels of padding that are not -100, or a mask
+            with other values than 0 and 1.
     """
     if "labels" in batch and per_sample(batch["labels"], len(tokens.lengths)):
         return count_sample_targets(batch["labels"])
@@ -36,6 +37,8 @@ def count_targets(batch: Any, tokens: SequenceView) -> tuple[int, ...]:
             "the labels where the mask is 0 and leave the mask out, or use loss_normalization='samples' or 'sum'"
         )
     if labelled:
+        name = "shift_labels" if "shift_labels" in batch else "labels"
+        tokens.refuse_padding_targets(batch[name], name)
         shifted = batch["shift_labels"] if "shift_labels" in batch else tokens.shifted(batch["labels"])
         return tokens.counts(shifted != IGNORE_INDEX)
     if "loss_mask" in batch:

@@ -39,7 +39,7 @@ def view(batch: Any) -> BatchView:
         return PackedView(batch)
     if isinstance(batch, Mapping):
         if family_prefixes(batch):
-            return FamiliesView(batch, view)
+            return FamiliesView(batch, lambda prefix, fields: view(fields))
         lengths = flattened_lengths(batch)
         if lengths is not None:
             return FlattenedView(batch, lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,9 +24,11 @@ class ModelAdapter:
     Attributes:
         positions: the argument of its forward that takes positions.
         all_ones: whether its forward wants a mask of ones instead of none.
+        first_position: the position of a sample's first token.
     """
 
     all_ones = False
+    first_position = 0
 
     def __init__(self, module: nn.Module) -> None:
         self.module = uncompiled(module)
@@ -51,8 +53,15 @@ class ModelAdapter:
         """What else stands against running the module as the region of this name; known before it is on its device."""
         yield from ()
 
-    def problems_on_device(self, name: str) -> Iterator[Problem]:
-        """What only calling the module tells, once it is on its device."""
+    def problems_on_device(
+        self, name: str, forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Iterator[Problem]:
+        """What only calling the module tells, once it is on its device.
+
+        Args:
+            name: of the region.
+            forward_context: the precision plugin's context for a forward.
+        """
         yield from ()
 
     def serving(self) -> AbstractContextManager[Any]:

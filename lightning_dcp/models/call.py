@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,59 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.batch.sequences import SequenceView, shift_packed
-from lightning_dcp.batch.view import BatchView
 from lightning_dcp.errors import PlanError, RegionError
+from lightning_dcp.models.pack import ActivePack
 from lightning_dcp.models.positions import POSITIONS, shaped_positions
-from lightning_dcp.parallel.context import CPContext, make_context
+from lightning_dcp.parallel.context import CPContext
 from lightning_dcp.parallel.randomness import seeded
 from lightning_dcp.parallel.shard import gather, shard
 
 MASK = "attention_mask"
 TOKENS = ("input_ids", "inputs_embeds")
 """Arguments that say which sequences a call is about, if it has them; else its first per-token tensor does."""
-
-
-@dataclass(frozen=True)
-class ActivePack:
-    """The pack that regions work on while the user's step runs.
-
-    Attributes:
-        view: the user's batch, cut down to this pack's samples.
-        context: group and layout of the pack.
-        max_tokens: the most tokens that a rank may hold.
-        seed: of the random numbers drawn inside regions, another one on each rank, as ranks hold different tokens.
-        attention: how attention is computed.
-        layout: name of the pack's layout, for calls about other sequences than the pack's.
-        sharded: whether the step has this rank's tokens in its hands, so that regions neither cut nor gather.
-        normalization: what the user's loss is over one batch, for models that compute losses; None if nobody says.
-        whole_batch: whether the pack has all samples of the batch.
-    """
-
-    view: BatchView
-    context: CPContext
-    max_tokens: int
-    seed: int = 0
-    attention: AttentionOptions = DEFAULT
-    layout: str = "zigzag"
-    sharded: bool = False
-    normalization: str | None = None
-    whole_batch: bool = False
-
-    def context_of(self, lengths: tuple[int, ...]) -> CPContext:
-        """The context of a call about sequences of these lengths; one and the same for equal lengths."""
-        if lengths not in self._contexts:
-            own = self.context
-            self._contexts[lengths] = make_context(
-                own.group, own.rank, lengths, layout=self.layout, device=own.device, exchange=own.exchange
-            )
-        return self._contexts[lengths]
-
-    @cached_property
-    def _contexts(self) -> dict[tuple[int, ...], CPContext]:
-        return {self.context.layout.lengths: self.context}
 
 
 class RegionCall:
@@ -79,6 +37,7 @@ class RegionCall:
         positions: the argument that takes positions.
         seed: of random numbers drawn inside.
         mark: the identity of an output, whose backward says which call's part of the graph follows.
+        first_position: of a sample's first token.
     """
 
     def __init__(
@@ -90,9 +49,11 @@ class RegionCall:
         positions: str,
         seed: int,
         mark: Callable[[Tensor, CPContext], Tensor],
+        first_position: int = 0,
     ) -> None:
         self.name, self.pack, self.forward, self.bound = name, pack, forward, arguments
         self.positions, self.seed, self._mark = positions, seed, mark
+        self.first_position = first_position
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -125,7 +86,7 @@ class RegionCall:
         Raises:
             RegionError: no tensor among the arguments is per-token.
         """
-        mask = self.arguments.get(MASK)
+        mask = self.arguments.get(MASK, self.extra.get(MASK))
         for argument, value in self._tensors():
             if value.dim() > 1:  # a nested tensor has more, too
                 found = self.pack.view.sequences(value, mask if isinstance(mask, Tensor) else None)
@@ -226,14 +187,15 @@ class RegionCall:
             all_ones: give the module a mask of ones instead of none.
         """
         given, context = self.arguments, self.context
-        if MASK in given:  # sample borders come from the plan; a mask, all ones or not, must not change them
-            given[MASK] = None
+        for arguments in (given, self.extra):
+            if MASK in arguments:  # sample borders come from the plan; a mask, all ones or not, must not change them
+                arguments[MASK] = None
         for arguments in (given, self.extra):
             for argument, value in arguments.items():
                 if value is not self.extra:
                     arguments[argument] = pytree.tree_map(partial(self.local, argument), value)
         if given.get(self.positions) is None:
-            filled = F.pad(context.positions, (0, context.num_fill_tokens))
+            filled = F.pad(context.positions, (0, context.num_fill_tokens)) + self.first_position
             given[self.positions] = shaped_positions(self.positions, filled)
         if all_ones:
             self.give(MASK, torch.ones(1, context.num_region_tokens, dtype=torch.int64, device=context.device))

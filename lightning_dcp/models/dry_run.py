@@ -94,6 +94,8 @@ def dry_run(
     for number, tokens in enumerate(LENGTHS):
         try:
             runs.append(_findings(region, called, tokens, number, options, training, forward_context))
+        except UnsupportedAttentionError as error:  # raised by no function's call: a mask that is none is read, say
+            return DryRun((_raised(region, error),))
         except (Exception, SystemExit) as error:  # the module's own, with inputs that it was not made for
             return DryRun(skipped=f"a call with {tokens} made-up tokens failed: {type(error).__name__}: {error}")
         if not runs[-1]:
@@ -135,6 +137,23 @@ def _findings(
         with CollectedProblems(region, context, replace(options, scheme="ring")) as collected:
             region.forward(*args, **kwargs)
     return tuple(dict.fromkeys(collected.findings))
+
+
+def _raised(region: nn.Module, error: UnsupportedAttentionError) -> Finding:
+    layer = innermost_layer(error, region)
+    found, _, remedy = str(error).rpartition(". ")  # the last sentence says what to do
+    kind = type(region.get_submodule(layer)).__name__
+    return Finding(layer, kind, type(error).__name__, found or remedy, (found and remedy.rstrip(".")) or _REMEDY)
+
+
+def innermost_layer(error: BaseException, region: nn.Module) -> str:
+    """The path of the innermost module whose code an error came through; empty for the region itself, or none of its."""
+    paths = {id(module): path for path, module in region.named_modules()}
+    traceback, found = error.__traceback__, ""
+    while traceback is not None:
+        found = paths.get(id(traceback.tb_frame.f_locals.get("self")), found)
+        traceback = traceback.tb_next
+    return found
 
 
 # ------------------------------------------------------------------ the call

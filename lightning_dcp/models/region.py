@@ -14,9 +14,9 @@ from torch._dynamo.exc import Unsupported
 from torch.autograd.graph import GradientEdge
 
 from lightning_dcp.attention.sdpa import ContextParallelAttention
-from lightning_dcp.errors import UnsupportedAttentionError
+from lightning_dcp.errors import BatchError, UnsupportedAttentionError
 from lightning_dcp.models.adapter import ModelAdapter
-from lightning_dcp.models.call import ActivePack, RegionCall
+from lightning_dcp.models.call import RegionCall
 from lightning_dcp.models.compiled import (
     COMPILED_CHILD,
     compiled_in_place,
@@ -24,6 +24,7 @@ from lightning_dcp.models.compiled import (
     refuse_unbroken_graph,
     uncompiled,
 )
+from lightning_dcp.models.pack import ActivePack
 from lightning_dcp.parallel.context import CPContext
 from lightning_dcp.parallel.randomness import seed_of
 
@@ -112,8 +113,12 @@ class Regions:
             return forward(*args, **kwargs)
         adapter = self.adapters[name]
         bound = signature.bind(*args, **kwargs)
-        seed = seed_of(pack.seed, self.calls)
-        call = RegionCall(name, pack, forward, bound, adapter.positions, seed, self._mark)
+        # Drawn from the step's own stream, the same on all ranks of the group: checkpointing of the user's around a region
+        # puts the stream back, so that the call draws the same again.
+        seed = seed_of(pack.seed, int(torch.randint(2**62, ())))
+        call = RegionCall(
+            name, pack, forward, bound, adapter.positions, seed, self._mark, first_position=adapter.first_position
+        )
         self._pack = None  # a region inside this one sees local tokens already
         try:
             with adapter.serving():
@@ -162,9 +167,18 @@ def backward_of_nothing(loss: Tensor) -> None:
 
     A rank whose tokens are no targets has nothing to add, and a loss that is a mean over nothing; but the others of its group
     meet it inside the regions' backward.
+
+    Raises:
+        BatchError: a loss without a graph.
     """
+    if loss.grad_fn is None:
+        raise BatchError(
+            "training_step returned a constant for tokens without targets, but the other ranks of the group wait for its "
+            "backward: return a loss that depends on the model's output, such as `0 * logits.sum()`"
+        )
     marks: list[Any] = []
-    seen, waiting = set(), [loss.grad_fn]
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

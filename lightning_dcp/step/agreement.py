@@ -2,80 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_dcp.errors import BatchError
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.gradients import all_reduce_gradients
 from lightning_dcp.step.logs import WeightedLogs, join_values
 from lightning_dcp.step.scheduled import PackWork
 
-OutputsMode = Literal["gathered", "sharded", "auto"]
 PATIENCE = timedelta(seconds=60)
 """How long a rank on which the sharded step failed waits for the others of its group to fail as well."""
-
-
-@dataclass
-class OutputsChoice:
-    """What steps see: whole samples (gathered), or one rank's tokens (sharded).
-
-    Attributes:
-        wanted: what the user asked for.
-        tolerance: relative, of the gradient; the loss is compared by its own dtype.
-        sharded: what is in force; None until a pack on several ranks has been tried both ways.
-        trials: batches in which a trial was made.
-    """
-
-    wanted: OutputsMode = "gathered"
-    tolerance: float = 1e-4
-    sharded: bool | None = None
-    trials: int = 0
-
-    def __post_init__(self) -> None:
-        if self.wanted == "gathered":
-            self.sharded = False
-
-    def settle(self, verdicts: Sequence[str | None]) -> None:
-        """Decide by what the ranks found in one batch: None for no trial, "" for agreement, else why not.
-
-        Raises:
-            BatchError: sharded outputs were asked for, and do not agree.
-        """
-        found = [verdict for verdict in verdicts if verdict is not None]
-        if not found:
-            return
-        reasons = [verdict for verdict in found if verdict]
-        self.trials += 1
-        self.sharded = not reasons
-        if reasons and self.wanted == "sharded":
-            raise BatchError(
-                f"outputs='sharded': {reasons[0]}. Use batch['shift_labels'] as targets (labels cannot be shifted on a shard), "
-                "losses that are means or sums over tokens, and log such values; or use outputs='gathered'"
-            )
-        chosen = "sharded: loss, logged values and gradient agree" if self.sharded else f"gathered: {reasons[0]}"
-        rank_zero_info(f"Outputs of training_step's regions are {chosen}")
-
-
-def gradient_tolerance(precision: object) -> float:
-    """How much gradients may differ, as a share of their norm, at a precision of Lightning's: both ways compute the same
-    forward inside regions, so only the rounding of gradients tells them apart.
-    """
-    exact = {"64-true": 1e-9, "32-true": 1e-4, "32": 1e-4, "64": 1e-9}
-    return exact.get(str(precision), 2e-2)
-
-
-GATHERED = OutputsChoice()
-"""For steps that always see whole samples."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +47,10 @@ def compare(
     run: RunPack,
     shard: Shard,
     parameters: Sequence[nn.Parameter],
-    choice: OutputsChoice,
+    tolerance: float,
     clock: WaitClock,
-) -> str:
-    """Run one pack once more, sharded, after it was run in whole samples; why they disagree, or "".
+) -> str | None:
+    """Run one pack twice more, in whole samples and sharded; why they disagree, or "", or None if nothing can be said.
 
     The gradients that the gathered run left on the parameters stay there.
 
@@ -114,7 +59,7 @@ def compare(
         run: runs a pack with its backward, and forgets what it logs and counts; called twice.
         shard: makes the pack's sharded form.
         parameters: all of the module.
-        choice: tolerances, and what the user wanted.
+        tolerance: of the gradient, as a share of its norm.
         clock: where waiting is counted.
 
     Raises:
@@ -122,10 +67,11 @@ def compare(
     """
     handle = work.active.context.group.handle
     own = [p.grad for p in parameters]
+    _forget_failures(work)
     try:
         gathered, whole = _gradients_of(run, work, parameters)
         reason, parts, sharded = "", None, None
-        with _agreed_failure(work, choice) as failure:
+        with _agreed_failure(work) as failure:
             sharded, parts = _gradients_of(run, shard(work), parameters)
         reason = failure.reason
         every: list[Any] = [None] * work.pack.cp_size
@@ -134,7 +80,7 @@ def compare(
         reason = next((text for _, _, text in every if text), "") or _differences(every)
         if reason or parts is None:
             return reason
-        return _gradient_difference(whole, parts, parameters, choice.tolerance, handle, clock)
+        return _gradient_difference(whole, parts, parameters, tolerance, handle, clock)
     finally:
         for parameter, gradient in zip(parameters, own, strict=True):
             parameter.grad = gradient
@@ -155,12 +101,26 @@ class _Failure:
     reason: str = ""
 
 
+def _store_and_keys(work: PackWork) -> tuple[Any, list[str]]:
+    """Where the ranks of a group leave word of how their attempts ended, and the key of each."""
+    group = work.active.context.group.global_ranks
+    name = f"{group[0]}-{group[-1]}"
+    return dist.distributed_c10d._get_default_store(), [f"lightning_dcp/outputs/{name}/{rank}" for rank in group]
+
+
+def _forget_failures(work: PackWork) -> None:
+    """Take back what this rank said in an earlier trial.
+
+    All ranks of the group do so before any is through the attempt in whole samples, in whose collectives they meet.
+    """
+    store, keys = _store_and_keys(work)
+    store.delete_key(keys[work.active.context.rank])
+
+
 @contextmanager
-def _agreed_failure(work: PackWork, choice: OutputsChoice) -> Iterator[_Failure]:
+def _agreed_failure(work: PackWork) -> Iterator[_Failure]:
     """Turn an exception into a reason, if all ranks of the group come to the end of their attempts, too."""
-    ranks = work.active.context.group.global_ranks
-    store = dist.distributed_c10d._get_default_store()
-    keys = [f"lightning_dcp/outputs/{choice.trials}/{work.number}/{rank}" for rank in ranks]
+    store, keys = _store_and_keys(work)
     own, failure = keys[work.active.context.rank], _Failure()
     try:
         yield failure
@@ -182,15 +142,17 @@ def _differences(every: Sequence[tuple[Attempt, Attempt, str]]) -> str:
     reason = _logs_differ(whole.logs, [part.logs for part in parts])
     if reason:
         return reason
-    outputs = [_numbers(part.output) for part in parts]
-    for name, value in _numbers(whole.output).items():
+    outputs, expected = [_numbers(part.output) for part in parts], _numbers(whole.output)
+    if any(numbers.keys() != expected.keys() for numbers in outputs):
+        return f"training_step returns other values: {sorted(set(expected).symmetric_difference(*outputs))}"
+    for name, value in expected.items():
         if value.dim():
             return "training_step returns a tensor that is no scalar"
         counted = [
             (part.logs.weight, numbers[name]) for part, numbers in zip(parts, outputs, strict=True) if part.logs.weight
         ]
         ours = sum((number.double() * weight for weight, number in counted), torch.zeros((), dtype=torch.float64))
-        reason = _difference(f"the output {name or 'loss'}", value * whole.logs.weight, ours.to(value.dtype))
+        reason = _difference(f"the output {name or 'loss'}", value.double() * whole.logs.weight, ours, value.dtype)
         if reason:
             return reason
     return ""
@@ -204,14 +166,16 @@ def _logs_differ(whole: WeightedLogs, parts: Sequence[WeightedLogs]) -> str:
         for number, logged in enumerate(values):
             if logged.value is not None:
                 ours = join_values([(part.logs[name][number], part) for part in parts])
-                reason = _difference(f"the logged {name!r}", join_values([(logged, whole)]), ours)
+                own = join_values([(logged, whole)])
+                reason = _difference(f"the logged {name!r}", own, ours, own.dtype)
                 if reason:
                     return reason
     return ""
 
 
-def _difference(name: str, whole: Tensor, parts: Tensor) -> str:
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(whole.dtype, 1e-2)
+def _difference(name: str, whole: Tensor, parts: Tensor, dtype: torch.dtype) -> str:
+    """Why two numbers differ that were computed in this dtype; whole numbers are exact."""
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}.get(dtype, 1e-9)
     if torch.allclose(parts.double(), whole.double(), rtol=tolerance, atol=tolerance * 1e-3):
         return ""
     return f"{name} differs: {float(parts):.8g} of parts, {float(whole):.8g} of whole samples, each by its weight"
@@ -231,14 +195,16 @@ def _gradient_difference(
     tolerance: float,
     group: dist.ProcessGroup | None,
     clock: WaitClock,
-) -> str:
-    """Compare the sums over the group, in the 2-norm of all parameters together."""
+) -> str | None:
+    """Compare the sums over the group, in the 2-norm of all parameters together; None if one is not finite."""
     for parameter, a, b in zip(parameters, whole, parts, strict=True):
         parameter.grad = None if a is None and b is None else _or_zero(a, parameter) - _or_zero(b, parameter)
     difference = _summed_norm(parameters, group, clock)
     for parameter, a in zip(parameters, whole, strict=True):
         parameter.grad = None if a is None else a.clone()
     size = _summed_norm(parameters, group, clock)
+    if not (math.isfinite(difference) and math.isfinite(size)):
+        return None  # an overflow that a gradient scaler would answer; another pack will tell
     if difference <= tolerance * max(size, 1e-30):
         return ""
     return f"the gradient differs by {difference / max(size, 1e-30):.2g} of its norm"

@@ -12,16 +12,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_dcp.batch.packed import PackedBatch
 from lightning_dcp.errors import BatchError, RegionError
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.randomness import seeded
-from lightning_dcp.step.agreement import GATHERED, Attempt, OutputsChoice, compare
+from lightning_dcp.step.agreement import Attempt, compare
 from lightning_dcp.step.logs import PackLogs, WeightedLogs, recording, replay
 from lightning_dcp.step.metrics import counted_once, metrics_of, metrics_of_batch
 from lightning_dcp.step.outputs import PackOutput, join_outputs
+from lightning_dcp.step.outputs_choice import GATHERED, OutputsChoice
 from lightning_dcp.step.scheduled import PackWork, ScheduledBatch
-from lightning_dcp.step.shards import sharded
+from lightning_dcp.step.shards import can_be_sharded, sharded
 from lightning_dcp.step.windows import Window
 
 
@@ -107,10 +107,10 @@ class _PackRunner:
 
     def run(self, work: PackWork) -> PackResult | None:
         """Run one pack; the result where this rank speaks for its group."""
-        if self.outputs.sharded:
+        if self.outputs.sharded and can_be_sharded(work):
             work = self._shard(work)
         kept, logs = self._step(work, counted=work.leader)
-        if work.number == self.trial:
+        if work.number == self.trial and can_be_sharded(work):
             self.verdict = self._try_sharded(work)
         return PackResult(work.number, work.weight, kept, logs) if work.leader else None
 
@@ -136,11 +136,8 @@ class _PackRunner:
     def _shard(self, work: PackWork) -> PackWork:
         return sharded(work, self.scheduled.normalization, sum(self.scheduled.targets))
 
-    def _try_sharded(self, work: PackWork) -> str:
-        calls = self.regions.calls
-
+    def _try_sharded(self, work: PackWork) -> str | None:
         def attempt(way: PackWork) -> Attempt:
-            self.regions.calls = calls  # random numbers inside regions follow from it
             before = sum(metric._update_count for metric in metrics_of(self.module))
             with counted_once(self.module, leader=False, windows=self.windows):
                 kept, logs = self._step(replace(way, leader=True), counted=True)
@@ -148,7 +145,7 @@ class _PackRunner:
             return Attempt(kept, WeightedLogs(logs, way.weight, len(way.pack.samples)), updates)
 
         parameters = list(self.module.parameters())
-        return compare(work, attempt, self._shard, parameters, self.outputs, self.scheduled.clock)
+        return compare(work, attempt, self._shard, parameters, self.outputs.tolerance, self.scheduled.clock)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.batch.view import BatchView, view
 from lightning_dcp.errors import PlanMismatchError, SampleTooLongError
 from lightning_dcp.loss.weighting import LossNormalization, pack_weight
-from lightning_dcp.models.call import ActivePack
+from lightning_dcp.models.pack import ActivePack
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.groups import ParallelGroups
@@ -88,11 +88,17 @@ class ScheduledBatch:
         """Targets of each sample of the batch; 1 each where the loss is not a mean over targets."""
         return self.view.target_counts() if self.normalization == "tokens" else (1,) * len(self.plan.lengths)
 
+    def _labelled_targets(self) -> int | None:
+        """Targets of the whole batch, whatever the loss is over; None if it has no labels."""
+        labelled = any(name in self.view.batch for name in ("labels", "shift_labels"))
+        return sum(self.view.target_counts()) if labelled else None
+
     def trial_pack(self) -> int | None:
         """The number of the pack of most samples among those that lie on several ranks and have targets; the same on all."""
         packs = enumerate(self.plan.packs())
-        cut = [(len(p.samples), -n) for n, p in packs if p.cp_size > 1 and any(self.targets[s] for s in p.samples)]
-        return -max(cut)[1] if cut else None
+        cut = [(n, p) for n, p in packs if p.cp_size > 1 and any(self.targets[s] for s in p.samples)]
+        large = [(len(p.samples), -n) for n, p in cut if sum(self.plan.lengths[s] for s in p.samples) >= 2 * p.cp_size]
+        return -max(large)[1] if large else None
 
     def works(self) -> Iterator[PackWork]:
         """This rank's packs, in order; each is cut out of the batch when its turn comes."""
@@ -101,7 +107,7 @@ class ScheduledBatch:
                 yield self._work(number, pack)
 
     def _work(self, number: int, pack: Pack) -> PackWork:
-        batch = self.view.select(pack.samples)
+        part = self.view.part(pack.samples)
         rank = self.groups.rank - pack.first_rank
         context = make_context(
             self.groups.cp_group(pack.first_rank, pack.cp_size),
@@ -114,7 +120,7 @@ class ScheduledBatch:
         seed = seed_of(self.seed, number)
         limit = self.plan.max_seqlen_per_dp_cp_rank
         active = ActivePack(
-            view(batch),
+            part,
             context,
             limit,
             seed_of(seed, rank),
@@ -122,9 +128,10 @@ class ScheduledBatch:
             pack.layout,
             normalization=self.normalization,
             whole_batch=len(pack.samples) == len(self.plan.lengths),
+            count_batch_targets=self._labelled_targets,
         )
         weight = pack_weight(self.normalization, pack, self.targets)
-        return PackWork(number, pack, batch, active, weight, rank == 0, seed, weight)
+        return PackWork(number, pack, part.batch, active, weight, rank == 0, seed, weight)
 
 
 def schedule_batch(

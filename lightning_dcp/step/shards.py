@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_dcp.batch.packed import PackedBatch
 from lightning_dcp.batch.sequences import IGNORE_INDEX, SequenceView
@@ -20,8 +19,13 @@ from lightning_dcp.models.positions import POSITIONS
 from lightning_dcp.parallel.context import CPContext
 from lightning_dcp.step.scheduled import PackWork
 
-_FILL = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "loss_mask": 0}
-"""What fill tokens have, so that they count for nothing; in other fields they are copies of the pack's first token."""
+
+def can_be_sharded(work: PackWork) -> bool:
+    """Whether each rank of the pack's group has tokens enough; the same on all of them.
+
+    With fewer than two, regions add fill tokens, which fields of the user's own would count.
+    """
+    return work.pack.cp_size == 1 or min(work.active.context.tokens) >= 2
 
 
 def sharded(work: PackWork, normalization: LossNormalization, batch_targets: int) -> PackWork:
@@ -64,9 +68,9 @@ def _shard(fields: dict[str, Any], tokens: SequenceView, context: CPContext) -> 
         if not isinstance(value, Tensor) or value.dim() == 0:
             kept[name] = value
         elif name == POSITIONS and tokens.leading(value) == 1:  # [k, N, T]
-            kept[name] = torch.stack([_cut(name, tokens.flatten(part), context).unsqueeze(0) for part in value])
+            kept[name] = torch.stack([_cut(part, tokens, context) for part in value])
         elif tokens.per_token(value):
-            kept[name] = _cut(name, tokens.flatten(value), context).unsqueeze(0)
+            kept[name] = _cut(value, tokens, context)
     samples = len(tokens.lengths)
     kept = {name: value for name, value in kept.items() if isinstance(value, Tensor) or not _of_samples(value, samples)}
     if "attention_mask" in kept:
@@ -74,14 +78,9 @@ def _shard(fields: dict[str, Any], tokens: SequenceView, context: CPContext) -> 
     return ShardedBatch(kept, tuple(fields.keys() - kept.keys()))
 
 
-def _cut(name: str, packed: Tensor, context: CPContext) -> Tensor:
-    """This rank's part of ``[T, ...]``, with fill tokens behind it: ``[T_region, ...]``."""
-    local, fill = packed.index_select(0, context.pack_index), context.num_fill_tokens
-    if not fill:
-        return local
-    if name in _FILL:
-        return F.pad(local, (*(0, 0) * (local.dim() - 1), 0, fill), value=_FILL[name])
-    return torch.cat([local, packed[:1].expand(fill, *packed.shape[1:])])
+def _cut(value: Tensor, tokens: SequenceView, context: CPContext) -> Tensor:
+    """This rank's tokens, ``[1, T_local, ...]``."""
+    return tokens.flatten(value).index_select(0, context.pack_index).unsqueeze(0)
 
 
 def _of_samples(value: Any, samples: int) -> bool:

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.batch.view import view
-from lightning_dcp.models.call import ActivePack
 from lightning_dcp.models.decoder import Decoder
+from lightning_dcp.models.pack import ActivePack
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.context import CPContext
 from tests.attention.dense import KINDS, Inputs

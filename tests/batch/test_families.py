@@ -240,7 +240,8 @@ def test_families_may_say_their_targets_in_different_ways():
     mask = torch.tensor([[1, 0, 0], [0, 1, 1], [1, 1, 0]])
     batch = family("chosen_", CHOSEN, keep=("input_ids", "attention_mask")) | family("rejected_", REJECTED)
     del batch["rejected_labels"]
-    batch |= {"rejected_loss_mask": mask, "chosen_shift_labels": torch.ones(3, 5, dtype=torch.int64)}
+    shifted = torch.ones(3, 5, dtype=torch.int64).masked_fill(batch["chosen_attention_mask"] == 0, -100)
+    batch |= {"rejected_loss_mask": mask, "chosen_shift_labels": shifted}
     assert view(batch).target_counts() == (5, 4, 7)
 
 

@@ -147,7 +147,8 @@ def test_inputs_without_their_last_token():
     batch = padded(LENGTHS)
     ids, mask = batch["input_ids"][:, :-1], batch["attention_mask"][:, :-1]
     assert view(batch).sequences(ids, mask).lengths == (4, 2, 4, 1)
-    assert view(batch).sequences(ids).lengths == (4, 4, 4, 4)
+    assert view(batch).sequences(ids).lengths == (4, 2, 4, 1)
+    assert view(batch).sequences(ids.clone()).lengths == (4, 4, 4, 4)
 
 
 def test_padding_between_sequences_is_left_out():

@@ -227,10 +227,56 @@ def test_a_loss_mask_counts_where_there_are_no_labels(fmt):
 
 
 @pytest.mark.parametrize("fmt", ["padded", "padded-left"])
-@pytest.mark.parametrize("name", ["loss_mask", "shift_labels"])
-def test_padding_is_never_counted(fmt, name):
-    batch = cut(in_format(make_samples([2, 3]), fmt), drop=["labels"], **{name: torch.ones(2, 3)})
+def test_padding_is_never_counted(fmt):
+    batch = cut(in_format(make_samples([2, 3]), fmt), drop=["labels"], loss_mask=torch.ones(2, 3))
     assert view(batch).target_counts() == (2, 3)
+
+
+@pytest.mark.parametrize("fmt", ["padded", "padded-left"])
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_targets_in_padding_are_refused(fmt, name):
+    """A loss of padded rows counts them, one of packs never sees them: the two would differ in silence."""
+    batch = cut(in_format(make_samples([2, 3]), fmt), drop=["labels"], **{name: torch.ones(2, 3, dtype=torch.int64)})
+    with pytest.raises(BatchError, match=f"{name} of row 0 are not -100 in its padding"):
+        view(batch).target_counts()
+
+
+def test_columns_of_a_field_hold_what_is_real_in_them():
+    batch = in_format(make_samples([2, 5, 3]), "padded")
+    seen, ids = view(batch), batch["input_ids"]
+    assert seen.sequences(ids[:, :-1]).lengths == (2, 4, 3)
+    assert seen.sequences(ids[:, 1:]).lengths == (1, 4, 2)
+    assert seen.sequences(batch["vector"][:, 1:3]).lengths == (1, 2, 2)
+    left = in_format(make_samples([2, 5, 3]), "padded-left")
+    assert view(left).sequences(left["input_ids"][:, :-1]).lengths == (1, 4, 2)
+    # the same numbers in memory of their own, other steps, or a mask of the call
+    assert seen.sequences(ids[:, :-1].clone()).lengths == (4, 4, 4)
+    assert seen.sequences(ids[:, ::2]).lengths == (3, 3, 3)
+    assert seen.sequences(ids[:2]).lengths == (5, 5)
+    assert seen.sequences(ids[:, :-1], torch.tensor([[0, 1, 1, 0]] * 3)).lengths == (2, 2, 2)
+
+
+SUBSETS = [[0], [2], [1, 0], [2, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("indices", SUBSETS, ids=str)
+@pytest.mark.parametrize("fmt", [*FORMATS, "restarts", "numbers", "flattened", "families"])
+def test_a_part_holds_the_samples_that_were_asked_for(fmt, indices):
+    """Whatever it looks like by itself: a row whose positions begin again is one document, if the batch says so."""
+    ids = torch.arange(1, 25).reshape(3, 8)
+    whole = {"input_ids": ids, "attention_mask": torch.ones(3, 8, dtype=torch.int64)}
+    batch = {
+        "restarts": whole | {"position_ids": torch.arange(4).repeat(3, 2)},
+        "numbers": whole | {"seq_idx": torch.tensor([0] * 5 + [1] * 3).expand(3, 8)},
+        "flattened": {"input_ids": ids.reshape(1, -1), "cu_seq_lens_q": torch.tensor([0, 5, 6, 24], dtype=torch.int32)},
+        "families": {f"{kind}_{name}": value for kind in ("chosen", "rejected") for name, value in whole.items()}
+        | {"chosen_position_ids": torch.arange(4).repeat(3, 2)},
+    }.get(fmt)
+    seen = view(in_format(make_samples([2, 5, 3]), fmt) if batch is None else batch)
+    part = seen.part(indices)
+    assert part.lengths == tuple(seen.lengths[i] for i in indices)
+    assert type(part) is type(seen)
+    assert same_batch(part.batch, seen.select(indices))
 
 
 @every_format

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_dcp.batch.packed import PackedBatch
 from lightning_dcp.batch.view import view
-from lightning_dcp.models.call import ActivePack
 from lightning_dcp.models.huggingface import transformer_adapter
+from lightning_dcp.models.pack import ActivePack
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.exchange import Exchange
