@@ -2,7 +2,7 @@
 
 Without a name it trains a tiny Llama with random weights, so nothing is downloaded:
 
-    pip install 'lightning-dcp[hf]' peft
+    pip install 'lightning-dcp[hf]'
     python examples/huggingface.py --devices 2
     python examples/huggingface.py --name Qwen/Qwen3-0.6B --lora true --fused true
 """
