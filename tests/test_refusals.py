@@ -320,20 +320,11 @@ class Computes(TinyModule):
         return loss
 
 
-class LogsMetric(Computes):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = TinyModule.training_step(self, batch, batch_idx)
-        self.mean.update(loss.detach())
-        self.log("mean", self.mean)
-        return loss
-
-
 @pytest.mark.parametrize(
     ("module", "words"),
     [
         (Gathers, "all_gather inside a step"),
         (Computes, "computed over all ranks inside a step"),
-        (LogsMetric, "a metric object has no value for one batch"),
     ],
 )
 def test_steps_that_would_wait_for_each_other_are_refused(ranks: RankPool, module: Any, words: str) -> None:

@@ -85,7 +85,7 @@ class PerformanceMonitor(Callback):
         strategy: Any = trainer.strategy
         for metric in self._metrics:
             metric.reset()
-            vars(metric)["_sync_dist"] = StateSync(metric, strategy.groups.control)  # states lie on the CPU
+            StateSync.install(metric, strategy.groups.control)  # states lie on the CPU
         self._seen = self._counted = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -109,6 +109,18 @@ class PerformanceMonitor(Callback):
         """Log what is left."""
         if self._counted:
             self._publish(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the run's groups."""
+        self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of the run's groups: Lightning leaves out ``teardown`` of callbacks then."""
+        self._release()
+
+    def _release(self) -> None:
+        for metric in self._metrics:
+            StateSync.remove(metric)
 
     def _count(self, scheduled: ScheduledBatch, result: BatchResult, seconds: float) -> None:
         """This rank's part: the samples of the groups that it leads."""

@@ -40,11 +40,22 @@ PackLogs = dict[str, list[LoggedValue]]
 """What one pack logged, by key, in the order of the calls."""
 
 _SIGNATURE = inspect.signature(LightningModule.log)
+# what Lightning takes as reduce_fx; it compares the functions themselves, and names in lower case
+_REDUCTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("mean", ("mean", "avg", torch.mean)),
+    ("sum", ("sum", torch.sum, sum)),
+    ("min", ("min", torch.min, min)),
+    ("max", ("max", torch.max, max)),
+)
 
 
 @contextmanager
 def recording(module: LightningModule) -> Iterator[PackLogs]:
-    """Collect what the module logs inside, instead of logging it."""
+    """Collect what the module logs inside, instead of logging it.
+
+    Raises:
+        BatchError: inside, a value that is no single number, or an option that has no meaning for parts of a batch.
+    """
     logs: PackLogs = {}
 
     def record(*args: Any, **kwargs: Any) -> None:
@@ -56,6 +67,8 @@ def recording(module: LightningModule) -> Iterator[PackLogs]:
             raise BatchError(
                 f"self.log({name!r}, enable_graph=True): values are joined over packs, which keeps no graph"
             )
+        if "reduce_fx" in options:
+            options["reduce_fx"] = _reduction_name(name, options["reduce_fx"])
         state = None
         if isinstance(value, Metric):
             options["metric_attribute"] = options.get("metric_attribute") or _attribute_of(module, name, value)
@@ -76,6 +89,18 @@ def recording(module: LightningModule) -> Iterator[PackLogs]:
 def _on_step(options: Mapping[str, Any], *, in_training: bool) -> bool:
     on_step = options.get("on_step")
     return in_training if on_step is None else bool(on_step)  # Lightning's default in training_step is on_step=True
+
+
+def _reduction_name(name: str, reduce_fx: Any) -> str:
+    """The reduction by name: options are sent between ranks, and not every function can be."""
+    given = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    for reduction, accepted in _REDUCTIONS:
+        if any(given is each or (isinstance(given, str) and given == each) for each in accepted):
+            return reduction
+    raise BatchError(
+        f"self.log({name!r}, reduce_fx={reduce_fx!r}): Lightning knows mean, sum, min and max (or torch.mean and so on). "
+        "Give one of these, or log a torchmetrics object, which reduces as it likes"
+    )
 
 
 def _number(name: str, value: Any) -> Tensor:
@@ -112,9 +137,16 @@ class WeightedLogs:
 def replay(module: LightningModule, packs: Sequence[WeightedLogs], *, samples: int, summed: bool) -> None:
     """Log, once, what one process would have logged for the whole batch; all ranks log the same.
 
-    A value is weighted like the loss, or by ``batch_size`` where the user gave it (``reduce_fx`` sum, min and max are
-    what they say). Over an epoch Lightning weighs batches by ``batch_size``: the user's, added up, or the number of
-    samples.
+    A value is weighted like the loss, or by ``batch_size`` where the user gave it. Over an epoch Lightning weighs batches
+    by ``batch_size``: the user's, added up, or the number of samples.
+
+    With ``reduce_fx`` sum, min or max the values of the packs are added up, or the least or greatest is taken. That is what
+    one process logs if the value is itself a sum, minimum or maximum over the batch (``lengths.max()`` with ``"max"``). It
+    is not if the value is a mean: Lightning reduces over batches only, so one process logs the batch's mean, whose maximum
+    over the epoch is taken; here it is the greatest mean of a pack, which depends on how the batch was cut.
+
+    A NaN from a pack without weight (the mean over no targets) does not count, whatever the reduction, as long as another
+    pack of the batch has weight.
 
     Args:
         module: the user's module.
@@ -176,9 +208,7 @@ def _check_mean(name: str, logged: LoggedValue, *, summed: bool) -> None:
 
 
 def _reduction(logged: LoggedValue) -> str:
-    reduce_fx = logged.options.get("reduce_fx", "mean")
-    name = reduce_fx.lower() if isinstance(reduce_fx, str) else str(reduce_fx.__name__)
-    return "mean" if name == "avg" else name  # Lightning takes both
+    return str(logged.options.get("reduce_fx", "mean"))
 
 
 def _options(name: str, values: Sequence[LoggedValue]) -> dict[str, Any]:
@@ -192,11 +222,25 @@ def _options(name: str, values: Sequence[LoggedValue]) -> dict[str, Any]:
 
 def join_values(entries: Sequence[Entry]) -> Tensor:
     """One value of the values that packs (or parts of packs) logged in one call each."""
-    stacked = torch.stack([value.value for value, _ in entries if value.value is not None])
-    kind = _reduction(entries[0][0])
+    counted = _counted(entries)
+    stacked = torch.stack([value.value for value, _ in counted if value.value is not None])
+    kind = _reduction(counted[0][0])
     if kind in ("sum", "min", "max"):
         return getattr(stacked, kind)()
-    return _weighted(stacked, *_weights(entries))
+    return _weighted(stacked, *_weights(counted))
+
+
+def _counted(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """All entries but the NaN ones without weight: a mean over nothing, which one process would not have taken."""
+    weightless = [not pack.weight or value.batch_size == 0 for value, pack in entries]
+    if all(weightless):
+        return entries
+    pairs = zip(entries, weightless, strict=True)
+    return [entry for entry, empty in pairs if not (empty and _is_nan(entry[0].value))]
+
+
+def _is_nan(value: Tensor | None) -> bool:
+    return value is not None and bool(value.isnan())
 
 
 def _weights(entries: Sequence[Entry]) -> tuple[list[float], float]:

@@ -149,6 +149,20 @@ class StateSync:
     def __init__(self, metric: Metric, group: dist.ProcessGroup) -> None:
         self.metric, self.group = metric, group
 
+    @classmethod
+    def install(cls, metric: Metric, group: dist.ProcessGroup) -> None:
+        """Let the metric gather by this, unless it has a way of its own."""
+        if type(metric)._sync_dist is Metric._sync_dist and isinstance(
+            vars(metric).get("_sync_dist", None), cls | None
+        ):
+            vars(metric)["_sync_dist"] = cls(metric, group)
+
+    @classmethod
+    def remove(cls, metric: Metric) -> None:
+        """Let the metric gather as its class does again, and let go of the group."""
+        if isinstance(vars(metric).get("_sync_dist"), cls):
+            del vars(metric)["_sync_dist"]
+
     def __call__(self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None) -> None:
         """Replace the metric's states by those of all ranks. Collective."""
         if dist_sync_fn is not gather_all_tensors or process_group or self.metric.process_group:

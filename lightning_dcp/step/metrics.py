@@ -27,8 +27,9 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 def metrics_of_batch(module: nn.Module, group: dist.ProcessGroup) -> Iterator[list[Window]]:
     """Around all packs of a batch, on every rank of the plane, whether it has packs or not. Collective.
 
-    Metrics are set up so that they add up over ranks with different numbers of packs. What they computed before the
-    batch is forgotten on all ranks: one that kept it would not take part when the others compute again.
+    Metrics are set up so that they add up over ranks with different numbers of packs, until :func:`release_metrics`. What
+    they computed before the batch is forgotten on all ranks: one that kept it would not take part when the others compute
+    again.
 
     A metric that is updated outside the steps (in ``on_validation_batch_end``, say) sees the whole batch on every rank;
     it needs ``sync_on_compute=False``.
@@ -42,16 +43,45 @@ def metrics_of_batch(module: nn.Module, group: dist.ProcessGroup) -> Iterator[li
     """
     metrics = metrics_of(module)
     for metric in metrics:
-        if type(metric)._sync_dist is Metric._sync_dist:
-            vars(metric)["_sync_dist"] = StateSync(metric, group)
-    for child in module.modules():
-        if isinstance(child, MetricCollection) and not child._groups_checked:
-            child._enable_compute_groups = False  # which metrics share a state is a guess from one batch, here one pack
+        StateSync.install(metric, group)
+    for collection in _collections_of(module):
+        _share_no_states(collection)
     windows = windows_of(module)
     yield windows
     close_windows(windows, group)
     for metric in metrics:
         metric._computed = None
+
+
+def release_metrics(module: nn.Module) -> None:
+    """Undo, at the end of a run, what :func:`metrics_of_batch` set up; what metrics have added up stays.
+
+    Each rank then holds what its own packs gave, and torchmetrics gathers over the whole world, as after a run with plain
+    Lightning. Does nothing to metrics that were not set up.
+
+    Args:
+        module: the user's module.
+    """
+    for metric in metrics_of(module):
+        StateSync.remove(metric)
+    for collection in _collections_of(module):
+        if _OWN_GROUPS in vars(collection):
+            collection._enable_compute_groups = vars(collection).pop(_OWN_GROUPS)
+
+
+_OWN_GROUPS = "_compute_groups_outside_runs"
+"""Where a collection keeps, during a run, what its user chose as ``compute_groups``."""
+
+
+def _collections_of(module: nn.Module) -> list[MetricCollection]:
+    return [child for child in module.modules() if isinstance(child, MetricCollection)]
+
+
+def _share_no_states(collection: MetricCollection) -> None:
+    """Which metrics share a state is a guess from the first batch, here one pack: do not guess."""
+    if collection._enable_compute_groups and not collection._groups_checked:
+        vars(collection)[_OWN_GROUPS] = collection._enable_compute_groups
+        collection._enable_compute_groups = False
 
 
 @contextmanager

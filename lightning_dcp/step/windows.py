@@ -34,13 +34,14 @@ class Window:
         try:
             yield
             if leader:
-                self._take()
+                before["_update_count"] += self._take()
             else:  # whatever was kept inside, as when a pack is tried out
                 self.moves, self._shares = moves, shares
         finally:
             vars(self.metric).update(before)
 
-    def _take(self) -> None:
+    def _take(self) -> int:
+        """Keep what the pack put in; how often it was updated (torchmetrics does not count calls of the metric)."""
         moves = self.metric._num_vals_seen - self._first
         if self._shares and moves != self.moves:
             raise BatchError(
@@ -52,6 +53,7 @@ class Window:
             share = {key: getattr(self.metric, name) for key, name in self._names(move).items()}
             parts = [self._shares[move], share] if move in self._shares else [share]
             self._shares[move] = join_states(self.metric.base_metric._reductions, parts)
+        return moves
 
     def close(self, moves: int) -> None:
         """Move the window this often, on every rank alike; a rank without packs puts nothing in."""

@@ -1,9 +1,12 @@
 import math
+import pickle
 from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_dcp.errors import BatchError
@@ -86,6 +89,25 @@ def test_packs_without_weight_do_not_count_even_if_they_are_nan():
     assert one([log(math.nan, batch_size=0), log(8.0, batch_size=2)], (0.5, 0.5)) == 8.0
 
 
+@pytest.mark.parametrize(("reduce_fx", "expected"), [("max", 8.0), ("min", 2.0), ("sum", 10.0), ("mean", 5.0)])
+def test_a_nan_over_nothing_does_not_count_whatever_the_reduction(reduce_fx, expected):
+    steps = [log(value, reduce_fx=reduce_fx) for value in (math.nan, 8.0, 2.0)]
+    assert one(steps, (0.0, 0.5, 0.5), samples=(1, 1, 1)) == expected
+    sized = [log(v, reduce_fx=reduce_fx, batch_size=n) for v, n in ((math.nan, 0), (8.0, 1), (2.0, 1))]
+    assert one(sized, (0.2, 0.4, 0.4), samples=(1, 1, 1)) == expected
+    sized[0] = log(math.nan, reduce_fx=reduce_fx, batch_size=3)  # sequences, of which none has a target
+    assert one(sized, (0.0, 0.5, 0.5), samples=(3, 1, 1)) == expected
+
+
+@pytest.mark.parametrize("reduce_fx", ["max", "min", "sum", "mean"])
+def test_other_nans_and_other_values_without_weight_count(reduce_fx):
+    nan, two = log(math.nan, reduce_fx=reduce_fx), log(2.0, reduce_fx=reduce_fx)
+    assert math.isnan(one([two, nan], (0.5, 0.5)))
+    assert math.isnan(one([two, nan], (0.0, 0.0)))  # a batch without any target: one process has NaN, too
+    nine = log(9.0, reduce_fx=reduce_fx)
+    assert one([nine, two], (0.0, 1.0)) == {"max": 9.0, "min": 2.0, "sum": 11.0, "mean": 2.0}[reduce_fx]
+
+
 def test_without_any_weight_samples_count():
     assert one([log(1.0), log(4.0)], (0.0, 0.0), samples=(1, 2)) == 3.0
     assert one([log(1.0, batch_size=0), log(4.0, batch_size=0)], (0.0, 0.0), samples=(1, 2)) == 3.0
@@ -139,6 +161,46 @@ def test_the_module_has_its_own_log_again_even_after_an_error():
     with pytest.raises(ValueError, match="step"), recording(module):
         raise ValueError("step")
     assert "log" not in vars(module)
+
+
+def lightning_takes(reduce_fx):
+    try:
+        _Metadata("training_step", "x", reduce_fx=reduce_fx)
+    except MisconfigurationException:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("value", [1.0, MeanMetric()], ids=["number", "metric"])
+@pytest.mark.parametrize(
+    "reduce_fx",
+    [
+        "mean",
+        "AVG",
+        "Max",
+        "median",
+        "",
+        torch.mean,
+        sum,
+        max,
+        torch.median,
+        torch.nanmean,
+        lambda x: x[0],
+        [],
+        None,
+        3,
+    ],
+    ids=lambda given: getattr(given, "__name__", repr(given)),
+)
+def test_reductions_are_taken_that_lightning_takes_and_can_be_sent(reduce_fx, value):
+    module = Module()
+    module.metric = module.metric if isinstance(value, float) else value
+    if lightning_takes(reduce_fx):
+        logs = record(module, log(value, reduce_fx=reduce_fx))
+        assert pickle.loads(pickle.dumps(logs))["x"][0].options["reduce_fx"] in ("mean", "max", "sum")
+        return
+    with pytest.raises(BatchError, match=r"'x', reduce_fx=.*Lightning knows mean, sum, min and max"):
+        record(module, log(value, reduce_fx=reduce_fx))
 
 
 # ------------------------------------------------------------------ metric objects
