@@ -85,7 +85,7 @@ def check_attention(strategy: DCPStrategy, trainer: Trainer) -> None:
     """
     precision, training = strategy.precision_plugin.forward_context, trainer.state.fn == TrainerFn.FITTING
     adapters = strategy.regions.adapters.items()
-    problems = [problem for name, adapter in adapters for problem in adapter.problems_on_device(name)]
+    problems = [problem for name, adapter in adapters for problem in adapter.problems_on_device(name, precision)]
     raise_problems(problems + _attention_problems(strategy.regions, set(), strategy.attention, training, precision))
 
 

@@ -23,9 +23,12 @@ def find_regions(
 ) -> Regions:
     """The regions of a LightningModule: those named, or those that are plain to see.
 
-    Without names these are, in this order: the module's own ``forward`` if that takes positions; or else every Hugging Face
-    model in it (policy and reference, teacher and student; for one whose head mixes tokens, such as a sequence
-    classifier, the model below the head), and the one child whose forward takes positions, if there is just one.
+    Without names these are, in this order: the module's own ``forward`` if that takes positions and there is no Hugging Face
+    model in it; or else every Hugging Face model in it (policy and reference, teacher and student; for one whose head mixes
+    tokens, such as a sequence classifier, the model below the head), and the one child whose forward takes positions, if
+    there is just one.
+
+    Names may be of the models themselves, or of a wrapper of just one (PEFT's, for example): then it is the model inside.
 
     Args:
         root: the LightningModule.
@@ -53,10 +56,10 @@ def find_regions(
 
 def _find(root: nn.Module, names: list[str] | None, forward_overridden: bool) -> dict[str, nn.Module]:
     if names is not None:
-        return {name: _named(root, name) for name in names}
-    if forward_overridden and positions_argument(root) is not None:
-        return {"": root}
+        return dict(_named(root, name) for name in names)
     transformers = dict(_transformers(root))
+    if forward_overridden and not transformers and positions_argument(root) is not None:
+        return {"": root}
     candidates = {name: child for name, child in root.named_children() if any(True for _ in child.parameters())}
     plain = {name: child for name, child in candidates.items() if not _holds(name, transformers)}
     eligible = {name: child for name, child in plain.items() if positions_argument(child) is not None}
@@ -83,12 +86,20 @@ def _holds(child: str, names: Mapping[str, nn.Module]) -> bool:
     return any(name == child or name.startswith(f"{child}.") for name in names)
 
 
-def _named(root: nn.Module, name: str) -> nn.Module:
+def _named(root: nn.Module, name: str) -> tuple[str, nn.Module]:
+    """The region that a name stands for, with its own path."""
     try:
-        return root.get_submodule(name)
+        module = root.get_submodule(name)
     except AttributeError as error:
         paths = [path for path, _ in root.named_modules() if path.count(".") < 2]
         raise RegionError(f"regions: {type(root).__name__} has no module {name!r}; it has {paths}") from error
+    if is_transformer(uncompiled(module)):
+        return transformer_region(name, module)
+    inside = list(_transformers(module)) if positions_argument(module) is None else []
+    if len(inside) == 1:
+        path, model = inside[0]
+        return f"{name}.{path}" if name else path, model
+    return name, module
 
 
 def _not_found(root: str, candidates: Mapping[str, nn.Module], eligible: list[str]) -> str:

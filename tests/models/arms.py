@@ -121,6 +121,12 @@ def with_prompt(model: PreTrainedModel) -> nn.Module:
     return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
+def with_prefix(model: PreTrainedModel) -> nn.Module:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
 def compiled(model: PreTrainedModel) -> nn.Module:
     return torch.compile(model, backend="eager", dynamic=True)
 

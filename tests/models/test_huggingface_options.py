@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, DataCollatorWithFlattening, PreTrainedModel
 
 from lightning_dcp.data import COLLATORS
-from tests.models.arms import OPTIONS, compiled, with_prompt
+from tests.models.arms import OPTIONS, compiled, with_prefix, with_prompt
 from tests.models.families import enlarge
 from tests.models.oracle import DENSE
 from tests.models.runs import LENGTHS, Arm, assert_arm, mask_of, on_ranks, once, own_loss, train_arms
@@ -186,6 +186,7 @@ REFUSED = {
     "own items": OPTIONS["own number of items"],
     "prompt tuning": PROMPT["llama"],
     "first tokens behind a prompt": Arm("llama", own_loss, with_prompt),
+    "prefix tuning": Arm("llama", own_loss, with_prefix),
     "cache": Arm("llama", cached),
     "attentions": Arm("llama", attentions),
 }
@@ -198,6 +199,7 @@ REFUSED = {
         ("own items", {"loss_normalization": "sum"}, "padded", ["num_items_in_batch", "the pack's own", '"tokens"']),
         ("prompt tuning", {}, "packed", ["shape [1,"]),
         ("first tokens behind a prompt", {}, "padded", ["a mean over", "set its label to -100"]),
+        ("prefix tuning", {}, "padded", ["past_key_values", "leave it out"]),
         ("cache", {}, "padded", ["use_cache", "leave it out"]),
         ("attentions", {}, "padded", ["output_attentions", "leave it out"]),
     ],

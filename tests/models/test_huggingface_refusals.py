@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_dcp.models.discovery import find_regions
 from lightning_dcp.models.dry_run import dry_run
 from lightning_dcp.models.huggingface.adapter import TransformerAdapter
 from lightning_dcp.models.mixing import mixing_problem
@@ -121,6 +120,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], list[str]]] = {
         causal("llama4_text", num_local_experts=2, intermediate_size_mlp=24, attention_chunk_size=8, moe_layers=[]),
         ["chunked_attention"],
     ),
+    "doge": (causal("doge"), ["model.layers.0.self_attn", "reads its mask"]),
     "router losses": (changed("mixtral", output_router_logits=True), ["output_router_logits"]),
     "attention weights": (changed("llama", "eager", output_attentions=True), ["output_attentions"]),
     "cross attention": (
@@ -182,6 +182,27 @@ def test_every_refused_kind_is_known_to_transformers() -> None:
     assert kinds <= set(transformers.CONFIG_MAPPING)
 
 
+_BART = {"d_model": 16, "decoder_attention_heads": 2, "decoder_ffn_dim": 24, "decoder_layers": 1, "encoder_layers": 1}
+WITHOUT_POSITIONS = [
+    *(
+        "BartForCausalLM",
+        "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM",
+        "MarianForCausalLM",
+        "MBartForCausalLM",
+    ),
+    *("PegasusForCausalLM", "PLBartForCausalLM", "WhisperForCausalLM"),
+]
+
+
+@pytest.mark.parametrize("name", WITHOUT_POSITIONS)
+def test_models_that_cannot_be_told_positions_are_refused(name: str) -> None:
+    kind = getattr(transformers, name)
+    sizes = _BART | {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    found = problems_of(kind(kind.config_class(**sizes, decoder_start_token_id=2)))
+    assert "forward has no position_ids" in found
+
+
 def test_encoder_decoders_are_refused() -> None:
     config = AutoConfig.for_model(
         "t5", vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0
@@ -221,37 +242,3 @@ def test_attention_with_masks_of_its_own_is_refused_by_layer() -> None:
     found = problems_of(build("falcon"))
     assert "transformer.h.0.self_attention" in found
     assert "attn_mask is given" in found
-
-
-# --- which of a module's parts are regions
-
-
-class Holder(nn.Module):
-    """Parts by name."""
-
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-
-def _cases() -> Iterator[tuple[str, Callable[[], nn.Module], list[str]]]:
-    yield "one", lambda: Holder(model=build("llama")), ["model"]
-    yield (
-        "policy and reference",
-        lambda: Holder(p=build("llama"), ref=build("llama"), head=nn.Linear(16, 1)),
-        ["p", "ref"],
-    )
-    yield (
-        "in a dict",
-        lambda: Holder(models=nn.ModuleDict({"a": build("llama"), "b": build("gpt2")})),
-        ["models.a", "models.b"],
-    )
-    yield "in a wrapper", lambda: Holder(wrapper=Holder(inner=build("llama"))), ["wrapper.inner"]
-    yield "a body", lambda: Holder(body=build("llama").model, head=nn.Linear(16, VOCAB)), ["body"]
-    yield "compiled", lambda: Holder(model=torch.compile(build("llama"), backend="eager")), ["model"]
-
-
-@pytest.mark.parametrize(("make", "expected"), [(m, e) for _, m, e in _cases()], ids=[name for name, _, _ in _cases()])
-def test_regions_are_found(make: Callable[[], nn.Module], expected: list[str]) -> None:
-    assert sorted(find_regions(make(), None, forward_overridden=False).modules) == expected

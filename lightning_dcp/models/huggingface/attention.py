@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -139,14 +139,26 @@ def implementation_of(model: PreTrainedModel) -> str | None:
 @contextmanager
 def our_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model's layers, and those of models inside it, call our attention; afterwards they call their own again."""
-    before: dict[int, tuple[Any, str | None]] = {}
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and (wanted := implementation_of(part)) is not None:
-            _, own = before.setdefault(id(part.config), (part.config, part.config._attn_implementation))
-            if own != wanted:
-                part.config._attn_implementation = wanted
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    # A configuration hands what it is given on to those inside it: all are noted before any is set, and outer ones come first.
+    every = (config for part in parts for config in configs(part.config))
+    own = {id(config): (config, config._attn_implementation) for config in every}
     try:
+        _set_implementations((part.config, implementation_of(part) or own[id(part.config)][1]) for part in parts)
         yield
     finally:
-        for config, own in before.values():
-            config._attn_implementation = own
+        _set_implementations(own.values())
+
+
+def _set_implementations(wanted: Iterable[tuple[Any, str | None]]) -> None:
+    for config, implementation in wanted:
+        if config._attn_implementation != implementation:
+            config._attn_implementation = implementation
+
+
+def configs(config: Any) -> Iterator[Any]:
+    """A model's configuration and those inside it, the outer ones first."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if getattr(config, name, None) is not None:
+            yield from configs(getattr(config, name))

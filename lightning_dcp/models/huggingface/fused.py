@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -16,6 +19,11 @@ from lightning_dcp.loss.linear_cross_entropy import linear_cross_entropy
 from lightning_dcp.models.call import RegionCall
 from lightning_dcp.models.huggingface.loss import Labels, count_targets
 from lightning_dcp.models.undisturbed import undisturbed
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+SAME = 8
+"""Logits that differ from each other by no more than so many roundings of their norm are the same."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,8 @@ class FusedHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[..., V]`` of hidden states ``[..., H]``, as a whole."""
-        logits = self.head(hidden) * self.scale
+        # not by calling the head: the loss takes its weight and bias, and nothing else that a call of it would do
+        logits = F.linear(hidden, self.head.weight, self.head.bias) * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -56,11 +65,13 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
     """The head of a model, as far as its configuration tells.
 
     Raises:
-        RegionError: no plain linear layer, or a loss function of the user's own.
+        RegionError: no plain linear layer, one with hooks, or a loss function of the user's own.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise RegionError(f"its output layer is {type(head).__name__}, not a plain Linear")
+    if any(getattr(head, hooks) for hooks in _HOOKS):
+        raise RegionError(f"its output layer ({type(head).__name__}) has hooks, and nothing would call them")
     base_of(model)
     if hasattr(model, "_loss_function"):
         raise RegionError("it has a loss function of its own (model.loss_function was set)")
@@ -71,20 +82,29 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
     return FusedHead(head, getattr(config, "final_logit_softcapping", None), factor)
 
 
-def check_fused_head(model: PreTrainedModel, head: FusedHead) -> None:
+def check_fused_head(
+    model: PreTrainedModel,
+    head: FusedHead,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Compare a few logits of the model with those that the head makes of its hidden states; nothing of the model changes.
+
+    Args:
+        model: on its device.
+        head: what :func:`fused_head` found.
+        forward_context: the precision plugin's context for a forward.
 
     Raises:
         RegionError: the model makes its logits in another way.
     """
     ids = torch.arange(1, 4, device=head.head.weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    with undisturbed(model, ids.device):
-        hidden = base_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-        ours, own = head.logits(hidden).double(), model(input_ids=ids, use_cache=False).logits.double()
-    eps = torch.finfo(head.head.weight.dtype).eps
-    if ours.shape != own.shape or not torch.allclose(
-        ours, own, rtol=100 * eps, atol=100 * eps * float(own.abs().max())
-    ):
+    with undisturbed(model, ids.device), forward_context():
+        model.eval()  # the two calls would drop other units
+        hidden = base_of(model)(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
+        ours, own = head.logits(hidden), model(input_ids=ids, use_cache=False, return_dict=True).logits
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (head.head.weight, ours, own))
+    difference = (ours.double() - own.double()).norm() if ours.shape == own.shape else float("inf")
+    if not difference <= SAME * eps * own.double().norm():
         raise RegionError("its logits are not what its output layer makes of the last hidden states")
 
 

@@ -72,8 +72,8 @@ def check_divisor(call: RegionCall, asked: Labels) -> None:
     """``num_items_in_batch`` says what a sum of losses is divided by; the strategy must be told the same.
 
     A pack's own number makes a mean of its loss, which the strategy weighs by tokens; a number of the whole batch makes it
-    a share of a sum. One pack that is the whole batch is both. In a sharded step the number is not looked at: there the
-    strategy compares the loss with that of whole samples.
+    a share of a sum. A pack that has all targets of the batch is both. In a sharded step the number is not looked at: there
+    the strategy compares the loss with that of whole samples.
 
     Raises:
         BatchError: the pack's own number with ``loss_normalization="sum"``, or another number without it.
@@ -82,7 +82,9 @@ def check_divisor(call: RegionCall, asked: Labels) -> None:
     if given is None or normalization is None or call.pack.whole_batch or call.pack.sharded:
         return
     items, own = float(given), int(count_targets(asked.targets))
-    if (items == own) == (normalization != "sum"):
+    if normalization == "sum" and (items != own or own == call.pack.count_batch_targets()):
+        return
+    if normalization != "sum" and items == own:
         return
     found = f"the pack's own number of targets ({own})" if items == own else f"not the pack's number of targets ({own})"
     remedy = (

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from lightning_dcp.errors import UnsupportedAttentionError
 
 _CAUSAL, _BIDIRECTIONAL = "causal_mask_function", "bidirectional_mask_function"
-_WINDOWS = ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
+_WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
+"""Windows, and what to add to their size to count the token itself (``transformers/masking_utils.py``: ``kv > q - n`` in the
+one, ``abs(q - kv) <= n`` in the other)."""
 _BORDERS = (
     *("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "padding_mask_function"),
     *("and_masks", "add_offsets_to_mask_function"),
@@ -15,9 +19,14 @@ _BORDERS = (
 """Parts that say where samples begin and end, which the plan says better, or that only join others."""
 
 
+class MaskReadError(UnsupportedAttentionError, AttributeError):
+    """A model reads its mask, of which there is none; ``hasattr`` says no."""
+
+
 @dataclass(frozen=True)
 class MaskKind:
-    """Stands where a model passes its mask on from layer to layer.
+    """Stands where a model passes its mask on from layer to layer. A model that reads it as the tensor that it is not gets a
+    :class:`MaskReadError`.
 
     Attributes:
         is_causal: whether a token sees none that comes after it.
@@ -30,11 +39,31 @@ class MaskKind:
     window: int | None
     strange: tuple[str, ...] = ()
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # what Python and torch look for on any object
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse("[...]")
+
+    def __add__(self, other: Any) -> NoReturn:
+        self._refuse(" + ...")
+
+    __radd__ = __add__
+
+    def _refuse(self, use: str) -> NoReturn:
+        raise MaskReadError(
+            f"attention of a Hugging Face model that reads its mask (attention_mask{use}), but over a CP group no mask is made: "
+            "sample borders are kept without one. Use a model whose layers only hand the mask on to their attention "
+            "function, or name a region that leaves this layer out"
+        )
+
 
 def mask_kind(*args: Any, mask_function: Callable[..., Any], **options: Any) -> MaskKind:
     """A mask function for ``transformers.AttentionMaskInterface``: it looks at the function it is given, and makes no mask."""
     parts = dict(_parts(mask_function))
-    window = next((parts[name]["sliding_window"] for name in _WINDOWS if name in parts), None)
+    window = next((parts[name]["sliding_window"] + more for name, more in _WINDOWS.items() if name in parts), None)
     strange = sorted(parts.keys() - {_CAUSAL, _BIDIRECTIONAL, *_WINDOWS, *_BORDERS})
     return MaskKind(is_causal=_CAUSAL in parts, window=window, strange=tuple(strange))
 

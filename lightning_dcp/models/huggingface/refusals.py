@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_dcp.errors import Problem
-from lightning_dcp.models.huggingface.attention import implementation_of
+from lightning_dcp.models.huggingface.attention import configs, implementation_of
 
 _MIXING = re.compile(
     r"Mamba|SSM|DeltaNet|LinearAttention|LightningAttention|ShortConv|Rwkv|Recurrent|RgLru|RGLRU|CrossAttention|[sm]LSTM"
@@ -42,10 +42,10 @@ def configuration_problems(name: str, model: PreTrainedModel) -> Iterator[Proble
             "a model whose attention does not go through transformers' AttentionInterface",
             "use an architecture that does (Llama, Qwen, Mistral, Gemma, gpt-oss, Mixtral, ...)",
         )
-    kinds = {k for c in _configs(config) for k in (getattr(c, "layer_types", None) or ())} - set(_LAYER_TYPES)
+    kinds = {k for c in configs(config) for k in (getattr(c, "layer_types", None) or ())} - set(_LAYER_TYPES)
     if kinds:
         yield Problem(asked, f"layers of the types {sorted(kinds)}", _NAME_IT)
-    rope = sorted({t for c in _configs(config) for t in _rope_types(c)} & set(_BATCH_DEPENDENT_ROPE))
+    rope = sorted({t for c in configs(config) for t in _rope_types(c)} & set(_BATCH_DEPENDENT_ROPE))
     if rope:
         yield Problem(
             asked,
@@ -65,13 +65,6 @@ def configuration_problems(name: str, model: PreTrainedModel) -> Iterator[Proble
 def _plain(model: PreTrainedModel) -> bool:
     """Whether a model without the interface calls torch's own attention, which regions serve too."""
     return model.config._attn_implementation == "sdpa"
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    yield config
-    for name in getattr(config, "sub_configs", ()):
-        if getattr(config, name, None) is not None:
-            yield from _configs(getattr(config, name))
 
 
 def _rope_types(config: Any) -> Iterator[str]:
