@@ -45,6 +45,7 @@ from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import CostModel, Scheduler
 from lightning_dcp.schedule.choice import SchedulerChoice
 from lightning_dcp.step.ahead import PlanAhead, PlanCounts
+from lightning_dcp.step.metrics import release_metrics
 from lightning_dcp.step.outputs_choice import GATHERED, OutputsChoice, gradient_tolerance
 from lightning_dcp.step.runner import detached, loss_of, run_packs
 from lightning_dcp.step.scheduled import PackWork, ScheduledBatch, schedule_batch
@@ -530,6 +531,8 @@ class DCPStrategy(DDPStrategy):
             self._regions.remove()
         if self._warning_filter in warnings.filters:
             warnings.filters.remove(self._warning_filter)  # type: ignore[attr-defined]
+        if self.lightning_module is not None:
+            release_metrics(self.lightning_module)
         super().teardown()
 
 

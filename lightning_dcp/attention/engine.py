@@ -93,7 +93,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, sinks = ctx.saved_tensors  # checkpointing may run the model's layers for them, with modes and autocast on
+        # Checkpointing may run the model's layers again for these, with modes and autocast on.
+        *saved, sinks = ctx.saved_tensors
         # Attention modes that are on for the sake of checkpointing need not see each small operation in here.
         with torch._C.DisableTorchFunction(), _exactly_as_written(ctx.call):
             dq, dk, dv, dsinks = ctx.scheme.backward(ctx.call, _by_rows(grads[0]), tuple(saved), sinks)

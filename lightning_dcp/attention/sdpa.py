@@ -71,13 +71,21 @@ def _is_attention(tokens: int, args: Sequence[Any], kwargs: Mapping[str, Any], *
     return tokens > 1 and (one_head or scores.dim() > 3 or scores.shape[0] > 1)
 
 
-def _moves_along(tokens: int, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a roll or a sum is along the tokens; the last dimension of more than two is features, however many."""
+def _moves_along(
+    tokens: int, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, flat: bool
+) -> bool:
+    """Whether a roll or a sum is along the tokens; the last dimension of more than two is features, however many.
+
+    A tensor of one dimension may hold a number of each expert, of which there are as many as this rank happens to have
+    tokens: only ``flat`` takes it for tokens.
+    """
     x = args[0] if args else kwargs.get("input")
     name, place = ("dims", 2) if "roll" in func.__name__ else ("dim", 1)
     dims = kwargs.get(name, args[place] if len(args) > place else None)
     if not isinstance(x, Tensor) or dims is None or isinstance(dims, str):
         return True
+    if x.dim() == 1 and not flat:
+        return False
     along = [dim % max(1, x.dim()) for dim in (dims if isinstance(dims, Sequence) else [dims])]
     return not along or any(x.shape[dim] == tokens and (dim < x.dim() - 1 or x.dim() <= 2) for dim in along)
 
@@ -108,10 +116,10 @@ class ContextParallelAttention(TorchFunctionMode):
         again: whether this is around a backward: then only attention of layers that checkpointing calls again is served,
             and nothing is refused that may as well be code outside the region.
         calls: how many attention calls it has served.
-        suspects_one_head: whether a softmax over ``[1, T, T]`` is taken for attention by hand.
+        suspects_chance: whether what may be chance is taken for tokens: a softmax over ``[1, T, T]``, a sum along ``[T]``.
     """
 
-    suspects_one_head = False
+    suspects_chance = False
 
     def __init__(self, context: CPContext, options: AttentionOptions = DEFAULT, *, again: bool = False) -> None:
         super().__init__()
@@ -157,9 +165,9 @@ class ContextParallelAttention(TorchFunctionMode):
     def _mixes_tokens(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         tokens = self.context.num_region_tokens
         if func in _SOFTMAX:
-            return _is_attention(tokens, args, kwargs, one_head=self.suspects_one_head)
+            return _is_attention(tokens, args, kwargs, one_head=self.suspects_chance)
         if func in _ALONG_DIM:
-            return _moves_along(tokens, func, args, kwargs)
+            return _moves_along(tokens, func, args, kwargs, flat=self.suspects_chance)
         return func in _CONVOLUTIONS and _convolves(tokens, args, kwargs)
 
     def _is_of_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -98,7 +98,7 @@ class PaddedView(BatchView):
         for field in self.batch.values():
             if not isinstance(field, Tensor) or not self.tokens.per_token(field) or not same_memory(value, field):
                 continue
-            start, rest = divmod(value.storage_offset() - field.storage_offset(), field.stride(1))
+            start, rest = divmod(int(value.storage_offset()) - int(field.storage_offset()), int(field.stride(1)))
             if rest == 0 and start >= 0 and start + value.shape[1] <= field.shape[1]:
                 return slice(start, start + value.shape[1])
         return None

@@ -196,7 +196,7 @@ class RegionCall:
                     arguments[argument] = pytree.tree_map(partial(self.local, argument), value)
         if given.get(self.positions) is None:
             filled = F.pad(context.positions, (0, context.num_fill_tokens)) + self.first_position
-            given[self.positions] = shaped_positions(self.positions, filled)
+            self.give(self.positions, shaped_positions(self.positions, filled))
         if all_ones:
             self.give(MASK, torch.ones(1, context.num_region_tokens, dtype=torch.int64, device=context.device))
         with ContextParallelAttention(context, self.pack.attention), seeded(self.seed, context.device):

@@ -19,6 +19,7 @@ from lightning_dcp.attention.sdpa import ContextParallelAttention
 from lightning_dcp.errors import UnsupportedAttentionError
 from lightning_dcp.models.adapter import ModelAdapter
 from lightning_dcp.models.compiled import COMPILED_CHILD, uncompiled
+from lightning_dcp.models.layers import innermost_layer
 from lightning_dcp.models.positions import POSITIONS, shaped_positions
 from lightning_dcp.models.undisturbed import undisturbed
 from lightning_dcp.parallel.context import CPContext, make_context
@@ -146,16 +147,6 @@ def _raised(region: nn.Module, error: UnsupportedAttentionError) -> Finding:
     return Finding(layer, kind, type(error).__name__, found or remedy, (found and remedy.rstrip(".")) or _REMEDY)
 
 
-def innermost_layer(error: BaseException, region: nn.Module) -> str:
-    """The path of the innermost module whose code an error came through; empty for the region itself, or none of its."""
-    paths = {id(module): path for path, module in region.named_modules()}
-    traceback, found = error.__traceback__, ""
-    while traceback is not None:
-        found = paths.get(id(traceback.tb_frame.f_locals.get("self")), found)
-        traceback = traceback.tb_next
-    return found
-
-
 # ------------------------------------------------------------------ the call
 
 
@@ -241,7 +232,7 @@ class CollectedProblems(ContextParallelAttention):
         findings: every refused call, in order.
     """
 
-    suspects_one_head = True  # two runs with different numbers of tokens tell it from a router
+    suspects_chance = True  # two runs with different numbers of tokens tell it from a router
 
     def __init__(self, region: nn.Module, context: CPContext, options: AttentionOptions) -> None:
         super().__init__(context, options)

@@ -18,12 +18,12 @@ from lightning_dcp.errors import BatchError, UnsupportedAttentionError
 from lightning_dcp.models.adapter import ModelAdapter
 from lightning_dcp.models.call import RegionCall
 from lightning_dcp.models.compiled import (
-    COMPILED_CHILD,
     compiled_in_place,
     is_compiled,
     refuse_unbroken_graph,
     uncompiled,
 )
+from lightning_dcp.models.layers import full_name, innermost_layer
 from lightning_dcp.models.pack import ActivePack
 from lightning_dcp.parallel.context import CPContext
 from lightning_dcp.parallel.randomness import seed_of
@@ -127,7 +127,8 @@ class Regions:
             refuse_unbroken_graph(name, error)
             raise
         except UnsupportedAttentionError as error:
-            raise UnsupportedAttentionError(f"{_layer_of(error, self.modules[name], name)}: {error}") from error
+            layer = full_name(name, innermost_layer(error, self.modules[name]))
+            raise UnsupportedAttentionError(f"layer {layer!r}: {error}") from error
         finally:
             self._pack = pack
             self.calls += 1
@@ -191,14 +192,3 @@ def backward_of_nothing(loss: Tensor) -> None:
     if marks:
         zeros = [torch.zeros(node.shape, **node.options) for node in marks]
         torch.autograd.backward([GradientEdge(node, 0) for node in marks], zeros)
-
-
-def _layer_of(error: BaseException, region: nn.Module, name: str) -> str:
-    """The innermost module whose code an error came through, by its path."""
-    paths = {id(module): path for path, module in region.named_modules()}
-    traceback, found = error.__traceback__, ""
-    while traceback is not None:
-        found = paths.get(id(traceback.tb_frame.f_locals.get("self")), found)
-        traceback = traceback.tb_next
-    parts = [part for part in (name, *found.split(".")) if part and part != COMPILED_CHILD]
-    return f"layer {'.'.join(parts)!r}"
