@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DistributedSampler
 
@@ -55,10 +55,26 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
         if value not in allowed:
             problems.append(Problem(f"{name}={value!r}", "an unknown value", f"use one of {list(allowed)}"))
     problems += _layout_problems(strategy.layout)
-    if strategy.region_names == []:
-        problems.append(Problem("regions=[]", "no region at all", "leave regions out, or name one"))
+    problems += _region_problems(strategy.region_names)
     problems += strategy.attention_settings.problems()
     return problems + strategy.scheduler_choice.argument_problems()
+
+
+def _region_problems(names: Any) -> list[Problem]:
+    """What is wrong with the names of regions, whatever the module is."""
+    asked = f"regions={names!r}"
+    if names is None:
+        return []
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return [Problem(asked, "no list of names", 'give a list of attribute paths, such as ["policy", "reference"]')]
+    if not names:
+        return [Problem(asked, "no region at all", "leave regions out, or name one")]
+    doubled = {name for name in names if names.count(name) > 1}
+    nested = {a for a in names for b in names if a != b and (not b or a.startswith(f"{b}."))}
+    if doubled or nested:
+        found = f"{sorted(doubled | nested)} named twice, or inside another region"
+        return [Problem(asked, found, "name each module once, and none inside another")]
+    return []
 
 
 def _layout_problems(name: str) -> list[Problem]:

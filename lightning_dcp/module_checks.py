@@ -42,9 +42,7 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
         )
     except RegionError as error:
         problems.append(
-            Problem(
-                f"regions={strategy.region_names}", str(error), "name the module, or add position_ids to its forward"
-            )
+            Problem(f"regions={strategy.region_names}", str(error), "name modules that are there and can be regions")
         )
     mixing = {
         ".".join(filter(None, (name, path))): layer

@@ -306,6 +306,8 @@ class DCPStrategy(DDPStrategy):
         self._regions = module_checks.check_module(self, self._module, trainer)
         self._planner = self._new_planner()
         self._outputs = OutputsChoice(self.outputs, gradient_tolerance(self.precision_plugin.precision))
+        if self.loss_normalization == "samples":
+            self._outputs.settle_for_samples()
         self._attention = self.attention_settings.build(self.cost_model, self.groups, self.root_device, rank_zero_info)
         if self.accelerator is None or self.model is None:
             raise RuntimeError("setup() needs an accelerator and a model; the Trainer provides both")

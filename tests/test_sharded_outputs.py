@@ -109,6 +109,15 @@ class Returning(TinyModule):
         return {"loss": next_token_loss(logits, batch), "logits": logits.detach()}
 
 
+class LogsByRows(TinyModule):
+    """The loss under two names, with the number of rows: the commonest line of all."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = next_token_loss(self.model(batch["input_ids"]), batch)
+        self.log("train_loss", loss, batch_size=batch["input_ids"].size(0), on_step=True, on_epoch=True)
+        return loss
+
+
 class OwnMask(TinyModule):
     """A sum over a mask with a name of the user's, of which fill tokens must have no part."""
 
@@ -230,6 +239,7 @@ WITH_WHOLE_SAMPLES = [
     ("labels shifted by the step", OwnShift, "plain", {}, r"output loss differs|logged 'train_loss' differs"),
     ("a field of samples", PerSampleField, "number", {}, r"'number'\] holds no entry a token"),
     ("a number of rows", LogsASampleCount, "plain", STATIC, r"logged 'rows' differs"),
+    ("rows as batch size", LogsByRows, "plain", STATIC, r"batch_size of the logged 'train_loss' differs"),
     ("a metric", Metered, "plain", {}, "torchmetrics objects are updated"),
     ("a tensor", Returning, "plain", {}, "returns a tensor that is no scalar"),
     (

@@ -95,6 +95,16 @@ def _named(root: nn.Module, name: str) -> tuple[str, nn.Module]:
         raise RegionError(f"regions: {type(root).__name__} has no module {name!r}; it has {paths}") from error
     if is_transformer(uncompiled(module)):
         return transformer_region(name, module)
+    around = [
+        path
+        for path, outer in root.named_modules()
+        if path and _inside(name, path) and is_transformer(uncompiled(outer))
+    ]
+    if around:
+        raise RegionError(
+            f"region {name!r} is a part of the Hugging Face model {around[0]!r}, which makes masks and positions for it: name "
+            f"{around[0]!r} itself"
+        )
     inside = list(_transformers(module)) if positions_argument(module) is None else []
     if len(inside) == 1:
         path, model = inside[0]

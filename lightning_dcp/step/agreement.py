@@ -164,6 +164,9 @@ def _logs_differ(whole: WeightedLogs, parts: Sequence[WeightedLogs]) -> str:
         return f"different keys are logged: {sorted({name for each in counts for name, _ in each})}"
     for name, values in whole.logs.items():
         for number, logged in enumerate(values):
+            sizes = [part.logs[name][number].batch_size or 0 for part in parts]
+            if sum(sizes) != (logged.batch_size or 0):
+                return f"the batch_size of the logged {name!r} differs: {sum(sizes)} of parts, {logged.batch_size} of the whole"
             if logged.value is not None:
                 ours = join_values([(part.logs[name][number], part) for part in parts])
                 own = join_values([(logged, whole)])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Number
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -28,12 +29,14 @@ class LoggedValue:
         batch_size: the weight that the user gave, if any.
         options: the other arguments of ``self.log``.
         state: of a metric object that was called in this pack and is logged on_step: what the call alone gave.
+        is_loss: whether the value is the loss that the step returned.
     """
 
     value: Tensor | None
     batch_size: int | None
     options: Mapping[str, Any] = field(default_factory=dict)
     state: MetricState | None = None
+    is_loss: bool = False
 
 
 PackLogs = dict[str, list[LoggedValue]]
@@ -137,8 +140,8 @@ class WeightedLogs:
 def replay(module: LightningModule, packs: Sequence[WeightedLogs], *, samples: int, summed: bool) -> None:
     """Log, once, what one process would have logged for the whole batch; all ranks log the same.
 
-    A value is weighted like the loss, or by ``batch_size`` where the user gave it. Over an epoch Lightning weighs batches
-    by ``batch_size``: the user's, added up, or the number of samples.
+    A value is weighted like the loss, or by ``batch_size`` where the user gave it and the value is not the loss itself. Over
+    an epoch Lightning weighs batches by ``batch_size``: the user's, added up, or the number of samples.
 
     With ``reduce_fx`` sum, min or max the values of the packs are added up, or the least or greatest is taken. That is what
     one process logs if the value is itself a sum, minimum or maximum over the batch (``lengths.max()`` with ``"max"``). It
@@ -184,6 +187,8 @@ def _replay_one(module: LightningModule, name: str, entries: Sequence[Entry], sa
     options = _options(name, [value for value, _ in entries])
     _check_mean(name, entries[0][0], summed=summed)
     sizes = [value.batch_size for value, _ in entries if value.batch_size is not None]
+    if sizes and not summed and entries[0][0].value is not None:
+        _warn_of_rows(name, entries)
     value = _metric(module, entries) if entries[0][0].value is None else join_values(entries)
     module.log(name, value, batch_size=sum(sizes) if sizes else samples, **options)
 
@@ -220,6 +225,38 @@ def _options(name: str, values: Sequence[LoggedValue]) -> dict[str, Any]:
     return dict(first.options)
 
 
+def mark_loss(logs: PackLogs, loss: Tensor | None) -> None:
+    """Mark the values that are the step's loss: these are weighted like it, whatever ``batch_size`` says.
+
+    Args:
+        logs: what the step logged.
+        loss: what it returned, a scalar; None if it returned none.
+    """
+    if loss is None:
+        return
+    for name, values in logs.items():
+        logs[name] = [replace(value, is_loss=_is_same(value.value, loss)) for value in values]
+
+
+def _is_same(value: Tensor | None, loss: Tensor) -> bool:
+    if value is None or value.dim():
+        return False
+    return torch.equal(value.double().nan_to_num(), loss.detach().cpu().double().nan_to_num())
+
+
+def _warn_of_rows(name: str, entries: Sequence[Entry]) -> None:
+    """Say what ``batch_size=len(batch)`` does: the commonest way to log a loss, which is a mean over tokens."""
+    rows = all(value.batch_size == pack.samples for value, pack in entries)
+    weights, samples = [pack.weight for _, pack in entries], sum(pack.samples for _, pack in entries)
+    shares = [pack.samples / samples for _, pack in entries]
+    differ = any(abs(weight - share) > 1e-6 for weight, share in zip(weights, shares, strict=True))
+    if rows and differ and not all(value.is_loss for value, _ in entries) and _reduction(entries[0][0]) == "mean":
+        rank_zero_warn(
+            f"self.log({name!r}, ..., batch_size=) with the number of samples: the packs of a batch are joined as a mean over "
+            "samples. If the value is a mean over tokens, as the loss is, leave batch_size out, or give the number of targets."
+        )
+
+
 def join_values(entries: Sequence[Entry]) -> Tensor:
     """One value of the values that packs (or parts of packs) logged in one call each."""
     counted = _counted(entries)
@@ -245,7 +282,7 @@ def _is_nan(value: Tensor | None) -> bool:
 
 def _weights(entries: Sequence[Entry]) -> tuple[list[float], float]:
     """Weights of the packs, and what their weighted sum is divided by."""
-    if entries[0][0].batch_size is not None:
+    if entries[0][0].batch_size is not None and not all(value.is_loss for value, _ in entries):
         weights = [float(value.batch_size or 0) for value, _ in entries]
         if any(weights):
             return weights, sum(weights)

@@ -31,6 +31,12 @@ class OutputsChoice:
         if self.wanted == "gathered":
             self.sharded = False
 
+    def settle_for_samples(self) -> None:
+        """Decide for a mean over samples, which has no parts: nothing needs to be tried."""
+        if self.wanted == "auto":
+            self.sharded = False
+            rank_zero_info("Outputs of training_step's regions are gathered: the loss is a mean over samples")
+
     def settle(self, verdicts: Sequence[str | None]) -> None:
         """Decide by what the ranks found in one batch: None for no trial, "" for agreement, else why not.
 

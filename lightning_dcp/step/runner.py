@@ -16,7 +16,7 @@ from lightning_dcp.errors import BatchError, RegionError
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.randomness import seeded
 from lightning_dcp.step.agreement import Attempt, compare
-from lightning_dcp.step.logs import PackLogs, WeightedLogs, recording, replay
+from lightning_dcp.step.logs import PackLogs, WeightedLogs, mark_loss, recording, replay
 from lightning_dcp.step.metrics import counted_once, metrics_of, metrics_of_batch
 from lightning_dcp.step.outputs import PackOutput, join_outputs
 from lightning_dcp.step.outputs_choice import GATHERED, OutputsChoice
@@ -123,6 +123,7 @@ class _PackRunner:
             seeded(work.seed, work.active.context.device),
         ):
             output = self.step(work.batch)
+        mark_loss(logs, scalar_loss(output))
         kept = self.after(work, output)
         if self.regions.calls == calls:
             raise RegionError(
@@ -182,6 +183,12 @@ def _pack_output(samples: tuple[int, ...], lengths: Sequence[int], result: PackR
 def detached(output: Any) -> Any:
     """An output without graphs and on the CPU, ready to be sent."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), output)
+
+
+def scalar_loss(output: Any) -> Tensor | None:
+    """The loss in what any step returned; None if it returned none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) and not loss.dim() else None
 
 
 def loss_of(output: Any) -> Tensor:

@@ -95,6 +95,8 @@ class ScheduledBatch:
 
     def trial_pack(self) -> int | None:
         """The number of the pack of most samples among those that lie on several ranks and have targets; the same on all."""
+        if self.view.tokens is None:
+            return None  # samples of several sequences have no parts that a token-wise loss could be about
         packs = enumerate(self.plan.packs())
         cut = [(n, p) for n, p in packs if p.cp_size > 1 and any(self.targets[s] for s in p.samples)]
         large = [(len(p.samples), -n) for n, p in cut if sum(self.plan.lengths[s] for s in p.samples) >= 2 * p.cp_size]

@@ -118,7 +118,8 @@ class TransformerAdapter(ModelAdapter):
         for name in _CACHES:
             if call.take(name) is not None:
                 raise RegionError(
-                    f"region {call.name!r} was called with {name}: a cache holds keys of other calls; leave it out"
+                    f"region {call.name!r} was called with {name}: a cache holds keys of other calls; leave it out. To "
+                    "generate, call generate outside a step: in on_validation_epoch_end, or in a callback"
                 )
         if call.take("use_cache", False):
             raise RegionError(

@@ -41,6 +41,8 @@ def take_labels(call: RegionCall) -> Labels | None:
     options = {name: value for name in _LOSS_ARGUMENTS if (value := call.take(name)) is not None}
     if labels is None:
         return None
+    if not call.pack.sharded and call.sequences.per_token(labels):
+        call.sequences.refuse_padding_targets(labels, "labels")  # which transformers would count
     targets = call.targets(labels) if shifted is None else shifted
     if options.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
         targets = targets.masked_fill(targets == options.pop("ignore_index"), IGNORE_INDEX)
@@ -99,23 +101,25 @@ def check_divisor(call: RegionCall, asked: Labels) -> None:
 
 
 def check_targets(call: RegionCall, asked: Labels) -> None:
-    """A mean over other targets than the batch's would be weighed wrongly: prompt tuning makes the first token one.
+    """A mean over other targets than the batch's would be weighed wrongly: labels that the step masks, learned prompts.
 
     Raises:
-        BatchError: under ``loss_normalization="tokens"``, a call about longer or shorter sequences than the batch's whose
-            number of targets is another one.
+        BatchError: under ``loss_normalization="tokens"``, a call about all of the pack's samples whose number of targets is
+            not that of the batch.
     """
     pack = call.pack
     if pack.normalization != "tokens" or pack.whole_batch or pack.sharded or "num_items_in_batch" in asked.options:
         return
-    if call.sequences.lengths == pack.view.lengths:
+    if pack.view.tokens is None:  # a call is about some of each sample's sequences
         return
     found, counted = int(count_targets(asked.targets)), sum(pack.view.target_counts())
     if found != counted:
         raise BatchError(
             f"region {call.name!r} computes a mean over {found} targets in {sum(call.sequences.lengths)} tokens, but "
-            f"the batch has {counted} targets in {sum(pack.view.lengths)} tokens, by which the strategy weighs it. Behind a "
-            "learned prompt each sample's first token is a target, too: set its label to -100"
+            f"the batch has {counted} targets in {sum(pack.view.lengths)} tokens, by which the strategy weighs it. Mask labels "
+            "in the data set or collate function, not in the step, so that they are in the batch; or return a sum or a mean "
+            "over samples and say so (loss_normalization). Behind a learned prompt each sample's first token is a target, "
+            "too: set its label to -100"
         )
 
 
