@@ -32,8 +32,8 @@ def alone(ranks: RankPool) -> dict[str, Any]:
     "options",
     [
         {"attention": "ring"},
-        {"attention": "all_gather"},
-        {"attention": "ulysses"},
+        pytest.param({"attention": "all_gather"}, marks=pytest.mark.slow),
+        pytest.param({"attention": "ulysses"}, marks=pytest.mark.slow),
         {"attention": "auto", "links": "measured"},
         {"attention": "ulysses", "layout": "contiguous", "attention_kernel": "reference"},
         {"attention": "all_gather", "schedule_mode": "lockstep"},

@@ -101,7 +101,7 @@ def train(way: str, backend: str, precision: str = "64-true", *, validate: bool 
     }
 
 
-LONG = ("lightning module", "layers")
+LONG = ("lightning module", "layers", "in place")
 """Ways that take many seconds and are near to others."""
 
 

@@ -65,10 +65,10 @@ def expected(ranks: RankPool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [
-        (1, {"max_seqlen_per_dp_cp_rank": 256}),
+        pytest.param(1, {"max_seqlen_per_dp_cp_rank": 256}, marks=pytest.mark.slow),
         (2, {"max_seqlen_per_dp_cp_rank": 31}),
         (4, {"max_seqlen_per_dp_cp_rank": 16}),
-        (4, STATIC | {"context_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 31}),
+        pytest.param(4, STATIC | {"context_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 31}, marks=pytest.mark.slow),
         (4, STATIC | {"context_parallel_size": 4, "max_seqlen_per_dp_cp_rank": 16}),
         (4, STATIC | {"context_parallel_size": 1, "max_seqlen_per_dp_cp_rank": 61}),
     ],
@@ -119,7 +119,7 @@ def _plain(batch: Any, fmt: str) -> Any:
 
 
 @pytest.mark.parametrize("fmt", ["padded", "packed", "jagged"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_predictions_are_whole_and_in_order(ranks: RankPool, world: int, fmt: str) -> None:
     alone = ranks.run(predict, 1, fmt, None if fmt == "padded" else {"max_seqlen_per_dp_cp_rank": 512})[0]
     limit = 31 if world == 2 else 16
@@ -152,7 +152,7 @@ def leak(fmt: str, world: int, mask: bool, cp_size: int) -> bool:
 
 
 @pytest.mark.parametrize("fmt", ["padded", "packed", "jagged"])
-@pytest.mark.parametrize(("world", "cp_size"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("world", "cp_size"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (4, 4)])
 def test_samples_do_not_leak_into_each_other(ranks: RankPool, world: int, cp_size: int, fmt: str) -> None:
     assert all(ranks.run(leak, world, fmt, world, False, cp_size))
 

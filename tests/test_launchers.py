@@ -43,7 +43,7 @@ def check(out: Path, expected: dict[str, Any]) -> None:
         assert result["weights"][name] == pytest.approx(values, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["dcp", "object"])
+@pytest.mark.parametrize("strategy", [pytest.param("dcp", marks=pytest.mark.slow), "object"])
 def test_lightnings_own_launcher(tmp_path: Path, expected: dict[str, Any], strategy: str) -> None:
     done = run(sys.executable, "-m", "tests.support.script", strategy, "2", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -159,7 +159,7 @@ def fit_chained(strategy: dict[str, Any] | None) -> dict[str, Any]:
     return {"losses": recorder.losses, "gradients": recorder.gradients, "weights": weights, "logged": logged}
 
 
-@pytest.mark.parametrize("world", [2, 4, 6])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_regions_behind_each_other(ranks: RankPool, world: int) -> None:
     expected = ranks.run(fit_chained, 1, None)[0]
     strategy = {"max_seqlen_per_dp_cp_rank": LIMIT[world], "regions": ["first", "second"]}

@@ -107,7 +107,9 @@ def test_plans_are_ready_when_their_steps_begin(ranks: RankPool) -> None:
 # ------------------------------------------------- the same run, in all else
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulation"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.slow)], ids=["", "accumulation"]
+)
 def test_a_run_is_the_same_bit_for_bit(ranks: RankPool, options: dict[str, Any]) -> None:
     def run(plan_ahead: bool) -> list[dict[str, Any]]:
         strategy = {"max_seqlen_per_dp_cp_rank": 16, "plan_ahead": plan_ahead}
@@ -220,14 +222,14 @@ def all_loops(plan_ahead: bool, kind: str, settings: dict[str, Any]) -> dict[str
 
 CASES = [
     ("map-style", "whole"),
-    ("map-style", "steps"),
-    ("map-style", "limits"),
+    pytest.param("map-style", "steps", marks=pytest.mark.slow),
+    pytest.param("map-style", "limits", marks=pytest.mark.slow),
     ("workers", "limits"),
-    ("stream", "whole"),
+    pytest.param("stream", "whole", marks=pytest.mark.slow),
     ("stream", "limits"),
-    ("sized stream", "steps"),
-    ("sized stream", "limits"),
-    ("iterable", "limits"),
+    pytest.param("sized stream", "steps", marks=pytest.mark.slow),
+    pytest.param("sized stream", "limits", marks=pytest.mark.slow),
+    pytest.param("iterable", "limits", marks=pytest.mark.slow),
     ("stateful", "whole"),
     ("several", "limits"),
 ]
@@ -285,7 +287,7 @@ def resumable(directory: str, steps: int, resume_from: str | None, workers: int)
     return {"batches": seen.batches, "digests": seen.digests, "weights": weights}
 
 
-@pytest.mark.parametrize(("workers", "step"), [(0, 3), (2, 9)])
+@pytest.mark.parametrize(("workers", "step"), [pytest.param(0, 3, marks=pytest.mark.slow), (2, 9)])
 def test_a_resumed_run_plans_the_same(ranks: RankPool, tmp_path: Path, workers: int, step: int) -> None:
     """Seven batches an epoch: resumed in the middle of the first one and of the second one, by new trainers."""
     straight = ranks.run(resumable, 2, str(tmp_path / "a"), 12, None, workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import pytest
 import torch
 
 from tests.attention.dense import KINDS, Inputs
@@ -12,6 +13,7 @@ from tests.attention.support import KERNELS, SCHEMES, Case, Round, attend_on
 from tests.support.ranks import RankPool
 
 
+@pytest.mark.slow
 def test_two_runs_are_bit_identical(ranks: RankPool) -> None:
     ways = product(SCHEMES, KERNELS, (torch.float32, torch.bfloat16), ("causal", "everything at once"))
     rounds: list[Round] = [

@@ -486,7 +486,7 @@ def test_a_rank_that_fails_is_named_and_no_process_is_left():
     assert not any(map(alive, pids))
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_no_process_outlives_the_command(how):
     words = ["bench", "attention", "--lengths", "8192", "--cp-sizes", "2", "--repeats", "1000", "--device", "cpu"]
     command = subprocess.Popen(

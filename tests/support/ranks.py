@@ -121,7 +121,11 @@ def _attempt(environment: dict[str, str], job: Callable[..., Any], args: Any, kw
         _leave_world()
     except BaseException:
         return False, traceback.format_exc()
-    for name in environment:
+    for name in (
+        *environment,
+        "PL_GLOBAL_SEED",
+        "PL_SEED_WORKERS",
+    ):  # jobs on fewer ranks must not seed some of the next's
         os.environ.pop(name, None)
     return True, value
 
