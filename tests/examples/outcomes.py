@@ -26,6 +26,7 @@ class Case:
         row: name of the row.
         fmt: format of the batches.
         world: ranks; 0 is plain Lightning in one process.
+        outputs: what the steps see.
     """
 
     row: str
@@ -35,14 +36,15 @@ class Case:
     batch_size: int = 6
     lengths: tuple[int, ...] = LENGTHS
     without_targets: tuple[int, ...] = ()
+    outputs: str = "gathered"
 
     @property
     def alone(self) -> Case:
         """Plain Lightning on one process and padded batches: what everything else has to agree with."""
-        return replace(self, fmt="padded", world=0)
+        return replace(self, fmt="padded", world=0, outputs="gathered")
 
     def __str__(self) -> str:
-        return f"{self.row}-{self.fmt}-{self.world}"
+        return f"{self.row}-{self.fmt}-{self.world}" + ("" if self.outputs == "gathered" else f"-{self.outputs}")
 
 
 class StepLogs(Recorder):
@@ -68,7 +70,7 @@ def fit_case(case: Case) -> dict[str, Any]:
     module = row.make()
     learnt = [p for p in module.parameters() if p.requires_grad]
     module.configure_optimizers = lambda: torch.optim.SGD(learnt, lr=1.0)  # type: ignore[method-assign]
-    strategy = strategy_of(row, case.world) if case.world else None
+    strategy = strategy_of(row, case.world) | {"outputs": case.outputs} if case.world else None
     run = trainer(strategy=strategy, precision=case.precision, callbacks=[recorder])
     data = {"lengths": case.lengths, "without_targets": case.without_targets}
     run.fit(module, loader(row.batches, case.fmt, case.precision, case.batch_size, **data))
@@ -77,6 +79,7 @@ def fit_case(case: Case) -> dict[str, Any]:
         "gradients": recorder.gradients,
         "weights": {name: p.detach().clone() for name, p in module.named_parameters()},
         "logged": recorder.logged,
+        "sharded": run.strategy._outputs.sharded if case.world else None,
         "cp_sizes": {size for sizes in recorder.cp_sizes for size in sizes},
     }
 

@@ -49,6 +49,30 @@ def test_losses_agree_with_one_process(outcomes: Outcomes, case: Case) -> None:
     assert sizes >= {2: {1, 2}, 4: {1, 2, 4}, 6: {1, 3, 6}}[case.world], "the packs must be of several CP sizes"
 
 
+TOKEN_WISE = ("token mean", "sum", "value head", "critic", *(name for name in ROWS if name.startswith("distillation")))
+
+
+def shards(name: str, world: int = 4, fmt: str = "padded") -> Case:
+    return Case(name, fmt, world, outputs="auto")
+
+
+@cases(
+    *map(shards, ("token mean", "sum", "critic", "distillation", "grpo, token mean")),
+    slow=[
+        *(
+            shards(name)
+            for name in ROWS
+            if name not in ("token mean", "sum", "critic", "distillation", "grpo, token mean")
+        ),
+        *(shards(name, world) for world in (2, 6) for name in ROWS),
+        *(shards(name, fmt="packed") for name in TOKEN_WISE),
+    ],
+)
+def test_shards_are_used_for_losses_over_tokens_and_for_no_others(outcomes: Outcomes, case: Case) -> None:
+    check(outcomes, case)
+    assert {result["sharded"] for result in outcomes.of(case)} == {case.row in TOKEN_WISE}
+
+
 @cases(
     *(Case(name, precision="32-true") for name in ("token mean", "dpo", "grpo, sample mean, kl")),
     slow=[Case(name, precision="32-true") for name in ("ipo", "value head", "reward model", "distillation")],
