@@ -1,8 +1,9 @@
 """Fine-tuning a Hugging Face causal language model, whole or by LoRA; an ordinary LightningModule.
 
-Without a name it trains a tiny Llama with random weights, so nothing is downloaded:
+Without a name it trains a tiny Llama with random weights, so nothing is downloaded (with LoRA, such a model, frozen, learns
+little):
 
-    pip install 'lightning-dcp[hf]'
+    pip install -c constraints.txt -e '.[hf]'
     python examples/huggingface.py --devices 2
     python examples/huggingface.py --name Qwen/Qwen3-0.6B --lora true --fused true
 """

@@ -88,7 +88,7 @@ class SchemeChooser:
             self._told.add(what)
             self._say(
                 f"Attention of {shape.heads} query and {shape.kv_heads} key heads on {context.size} ranks, for example "
-                f"{context.layout.num_tokens} tokens in {len(context.layout.lengths)} samples: {estimate}"
+                f"{context.layout.num_tokens} tokens in {len(context.layout.lengths)} sample(s): {estimate}"
             )
 
     def estimate(self, shape: AttentionShape, mask: AttentionMask, context: CPContext) -> Estimate:

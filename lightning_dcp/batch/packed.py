@@ -126,6 +126,10 @@ class PackedBatch:
         return list(field[0].split(list(self._lengths)))
 
     def __getitem__(self, name: str) -> Tensor:
+        if name == "attention_mask" and name not in self.fields:
+            raise KeyError(
+                "attention_mask: a packed batch has no padding and needs none; leave it out, or use padded batches"
+            )
         return self.fields[name]
 
     def __contains__(self, name: object) -> bool:

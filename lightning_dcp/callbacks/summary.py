@@ -116,7 +116,8 @@ class RunSummary(Callback):
         validation = trainer.callback_metrics.get(self.validation_metric)
         if validation is not None:
             rows["validation loss"] = f"{float(validation):.4f}"
-        rows["logs and checkpoints in"] = folder
+        if trainer.loggers or trainer.checkpoint_callbacks:
+            rows["logs and checkpoints in"] = folder
         for name, value in rows.items():
             table.add_row(name, value)
         return table

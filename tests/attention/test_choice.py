@@ -150,7 +150,7 @@ def test_what_was_picked_is_counted_and_said_once_for_each_kind_of_call() -> Non
     assert chooser.picked == {(8, "ulysses"): 4, (2, "ring"): 1}  # at two ranks the ring sends less
     assert len(messages) == 2
     assert (
-        "32 query and 8 key heads on 8 ranks, for example 8192 tokens in 1 samples: ulysses (estimated: ring "
+        "32 query and 8 key heads on 8 ranks, for example 8192 tokens in 1 sample(s): ulysses (estimated: ring "
         in messages[0]
     )
 
