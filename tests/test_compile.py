@@ -154,7 +154,10 @@ def _samples(batches: list[Tensor]) -> list[Tensor]:
     return [row[:n] for row, n in zip((row for batch in batches for row in batch), LENGTHS, strict=True)]
 
 
-PREFIXES = [("whole", "model._orig_mod."), pytest.param("in place", "model.", marks=pytest.mark.slow)]
+PREFIXES = [
+    pytest.param("whole", "model._orig_mod.", marks=pytest.mark.slow),
+    pytest.param("in place", "model.", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("way", "prefix"), PREFIXES)

@@ -50,6 +50,7 @@ def test_lightnings_own_launcher(tmp_path: Path, expected: dict[str, Any], strat
     check(tmp_path / "out", expected)
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path, expected: dict[str, Any]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = run(*launcher, "-m", "tests.support.script", "dcp", "2", str(tmp_path / "out"))
@@ -70,12 +71,14 @@ def notebook(tmp_path: Path, strategy: str, devices: int) -> subprocess.Complete
     return run(sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code)
 
 
+@pytest.mark.slow
 def test_one_device_in_ipython(tmp_path: Path, expected: dict[str, Any]) -> None:
     done = notebook(tmp_path, "dcp", 1)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     check(tmp_path / "out", expected)
 
 
+@pytest.mark.slow
 def test_several_devices_in_ipython_are_forked(tmp_path: Path, expected: dict[str, Any]) -> None:
     done = notebook(tmp_path, "dcp_notebook", 2)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -38,9 +38,22 @@ def many(ranks: RankPool, world: int, *, dynamic: bool = True, **options: Any) -
     return ranks.run(fit, world, LENGTHS, 6, strategy=strategy, module=module, **options)
 
 
-@pytest.mark.parametrize("fmt", ["padded", "packed", "jagged"])
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
+QUICK = [(4, True, fmt) for fmt in ("padded", "packed", "jagged")] + [
+    (2, True, "padded"),
+    (4, False, "packed"),
+    (2, False, "jagged"),
+]
+TABLE = [
+    (world, dynamic, fmt)
+    for world in (1, 2, 4, 6)
+    for dynamic in (True, False)
+    for fmt in ("padded", "packed", "jagged")
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "dynamic", "fmt"), [pytest.param(*row, marks=[pytest.mark.slow] * (row not in QUICK)) for row in TABLE]
+)
 def test_losses_gradients_weights_and_logs(
     ranks: RankPool, one_process: Any, world: int, dynamic: bool, fmt: str
 ) -> None:

@@ -230,8 +230,8 @@ CASES = [
     pytest.param("sized stream", "steps", marks=pytest.mark.slow),
     pytest.param("sized stream", "limits", marks=pytest.mark.slow),
     pytest.param("iterable", "limits", marks=pytest.mark.slow),
-    ("stateful", "whole"),
-    ("several", "limits"),
+    pytest.param("stateful", "whole", marks=pytest.mark.slow),
+    pytest.param("several", "limits", marks=pytest.mark.slow),
 ]
 
 

@@ -65,7 +65,12 @@ def train(directory: str, steps: int, resume_from: str | None, batch_size: int, 
 
 @pytest.mark.parametrize(
     ("batch_size", "workers"),
-    [(3, 0), (3, 2), pytest.param(5, 0, marks=pytest.mark.slow), pytest.param(10, 0, marks=pytest.mark.slow)],
+    [
+        (3, 0),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        pytest.param(5, 0, marks=pytest.mark.slow),
+        pytest.param(10, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_resumed_steps_equal_uninterrupted_ones(ranks: RankPool, tmp_path: Path, batch_size: int, workers: int) -> None:
     """Twenty samples: a batch of 3 resumes in the first epoch, of 5 too, of 10 in the middle of the second."""

@@ -41,8 +41,9 @@ def take_labels(call: RegionCall) -> Labels | None:
     options = {name: value for name in _LOSS_ARGUMENTS if (value := call.take(name)) is not None}
     if labels is None:
         return None
-    if not call.pack.sharded and call.sequences.per_token(labels):
-        call.sequences.refuse_padding_targets(labels, "labels")  # which transformers would count
+    name, used = ("labels", labels) if shifted is None else ("shift_labels", shifted)
+    if not call.pack.sharded and call.sequences.per_token(used):
+        call.sequences.refuse_padding_targets(used, name)  # which transformers would count
     targets = call.targets(labels) if shifted is None else shifted
     if options.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
         targets = targets.masked_fill(targets == options.pop("ignore_index"), IGNORE_INDEX)
