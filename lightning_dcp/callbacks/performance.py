@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_dcp.callbacks.scheduler import SchedulerCallback
-from lightning_dcp.errors import ConfigurationError, Problem, raise_problems
+from lightning_dcp.callbacks.timed import TimedBatches, scheduler_of
+from lightning_dcp.errors import Problem, raise_problems
 from lightning_dcp.metrics import BusyShare, ModelFlopUtilization, PaddingShare, StepTime, TokenThroughput
-from lightning_dcp.parallel.layout import build_layout
+from lightning_dcp.parallel.context import fill_tokens, layout_of
 from lightning_dcp.schedule.plan import Pack
 from lightning_dcp.step.metric_state import StateSync
 from lightning_dcp.step.runner import BatchResult
 from lightning_dcp.step.scheduled import ScheduledBatch
 
 
-class PerformanceMonitor(Callback):
+class PerformanceMonitor(TimedBatches):
     """Logs the speed of training, over all ranks, every few batches.
 
     The values go to the trainer's loggers and to ``trainer.callback_metrics``, the same on all ranks. Each is of the
@@ -28,8 +27,8 @@ class PerformanceMonitor(Callback):
 
     - ``perf/tokens_per_second``: tokens of all ranks, over the time of the slowest rank.
     - ``perf/busy_share``: part of the ranks' time, while packs run, that they do not wait for each other.
-    - ``perf/padding_share``: part of the tokens held by ranks inside the regions that are padding. Packs have none, so this
-      is 0 unless a layout adds some.
+    - ``perf/padding_share``: part of the tokens computed inside regions that are fill. Packs have no padding, so this is 0
+      but for packs of fewer than two tokens a rank.
     - ``perf/step_time_p50``, ``perf/step_time_p99``: seconds, from the start of a batch to its end (the optimizer step
       included; planning, loading and validation not).
     - ``perf/mfu``: model FLOP utilisation, if ``utilization`` is given.
@@ -72,7 +71,6 @@ class PerformanceMonitor(Callback):
         self.tokens, self.busy, self.padding = TokenThroughput(), BusyShare(), PaddingShare()
         self.step_time, self.utilization = StepTime(quantiles), utilization
         self._seen = self._counted = 0
-        self._start = 0.0
 
     @property
     def _metrics(self) -> list[Metric]:
@@ -88,20 +86,12 @@ class PerformanceMonitor(Callback):
             StateSync.install(metric, strategy.groups.control)  # states lie on the CPU
         self._seen = self._counted = 0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock."""
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def count(self, trainer: Trainer, scheduled: ScheduledBatch, result: BatchResult, seconds: float) -> None:
         """Count the batch; log, if it is time."""
-        seconds = time.perf_counter() - self._start
-        callback = scheduler_of(trainer, self)
         self._seen += 1
-        if self._seen <= self.warmup_batches or callback.scheduled is None or callback.result is None:
+        if self._seen <= self.warmup_batches:
             return
-        self._count(callback.scheduled, callback.result, seconds)
+        self._count(scheduled, result, seconds)
         if self._counted == self.every_n_batches:
             self._publish(trainer)
 
@@ -129,7 +119,7 @@ class PerformanceMonitor(Callback):
         lengths = [plan.lengths[sample] for pack in own for sample in pack.samples]
         self.tokens.update(sum(lengths), seconds)
         self.busy.update(result.busy[rank], result.seconds)
-        self.padding.update(sum(lengths), sum(_held(pack, plan.lengths) for pack in own))
+        self.padding.update(sum(lengths), sum(_computed(pack, plan.lengths) for pack in own))
         self.step_time.update(seconds)
         if self.utilization is not None:
             self.utilization.update(lengths, seconds)
@@ -153,28 +143,8 @@ class PerformanceMonitor(Callback):
         self._counted = 0
 
 
-def _held(pack: Pack, lengths: Sequence[int]) -> int:
-    """Tokens that the ranks of a pack hold together."""
-    layout = build_layout(pack.layout, [lengths[sample] for sample in pack.samples], pack.cp_size)
-    return sum(layout.tokens(rank) for rank in range(layout.size))
-
-
-def scheduler_of(trainer: Trainer, asking: Callback) -> SchedulerCallback:
-    """The callback that owns the scheduler.
-
-    Raises:
-        ConfigurationError: there is none, as the strategy runs no packs.
-    """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    found = next((callback for callback in callbacks if isinstance(callback, SchedulerCallback)), None)
-    if found is None:
-        raise ConfigurationError(
-            [
-                Problem(
-                    f"a {type(asking).__name__} among the trainer's callbacks",
-                    f"strategy {type(trainer.strategy).__name__}, which runs no packs",
-                    "use Trainer(strategy=DCPStrategy(...)), or leave the callback out",
-                )
-            ]
-        )
-    return found
+def _computed(pack: Pack, lengths: Sequence[int]) -> int:
+    """Tokens that the ranks of a pack compute inside regions, fill tokens included."""
+    layout = layout_of(pack.layout, tuple(lengths[sample] for sample in pack.samples), pack.cp_size)
+    held = [layout.tokens(rank) for rank in range(layout.size)]
+    return sum(tokens + fill_tokens(tokens, layout.size) for tokens in held)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
 from lightning_dcp.attention.choice import SchemeChooser
-from lightning_dcp.callbacks.performance import scheduler_of
+from lightning_dcp.callbacks.timed import TimedBatches, scheduler_of
 from lightning_dcp.metrics import BusyShare, StepTime, TokenThroughput
+from lightning_dcp.step.runner import BatchResult
+from lightning_dcp.step.scheduled import ScheduledBatch
 
 
-class RunSummary(Callback):
+class RunSummary(TimedBatches):
     """Counts packs and times steps while training, and prints a table at the end.
 
     The busy share is the part of the time of all ranks, while packs run, that is not spent waiting for others. A plan is
@@ -38,7 +38,6 @@ class RunSummary(Callback):
         self.busy: list[tuple[float, float]] = []
         self.plans_ready = 0
         self.plans_waited_s = 0.0
-        self._start = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin anew; refuse to run under a strategy that makes no plans."""
@@ -48,19 +47,8 @@ class RunSummary(Callback):
         self.packs_by_size.clear()
         self.plans_ready, self.plans_waited_s = 0, 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock."""
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def count(self, trainer: Trainer, scheduled: ScheduledBatch, result: BatchResult, seconds: float) -> None:
         """Count what the step did."""
-        seconds = time.perf_counter() - self._start
-        callback = scheduler_of(trainer, self)
-        scheduled, result = callback.scheduled, callback.result
-        if scheduled is None or result is None:
-            return
         self.seconds.append(seconds)
         plan = scheduled.plan
         self.packs_by_size.update(pack.cp_size for pack in plan.packs())

@@ -1,7 +1,6 @@
 """Losses, and the one place where a loss is weighted."""
 
 from lightning_dcp.loss.linear_cross_entropy import (
-    LossAndEntropy,
     TokenLogProbs,
     linear_cross_entropy,
     linear_log_probs,
@@ -19,7 +18,6 @@ from lightning_dcp.loss.per_sample import (
 from lightning_dcp.loss.weighting import LossNormalization
 
 __all__ = [
-    "LossAndEntropy",
     "LossNormalization",
     "TokenLogProbs",
     "expand_samples",

@@ -164,11 +164,8 @@ class RegionCall:
         """Labels in the caller's shape, shifted by one inside each sequence; -100 where nothing is to be predicted."""
         if not self.pack.sharded:
             return self.sequences.shifted(labels)
-        return self._sharded_targets(labels)
-
-    def _sharded_targets(self, labels: Tensor) -> Tensor:
         shifted = shift_packed(self.packed(labels), self.context.layout.lengths)
-        return F.pad(shard(shifted, self.context), (0, self.context.num_fill_tokens), value=-100).unsqueeze(0)
+        return shard(shifted, self.context).unsqueeze(0)  # a shard has no fill tokens
 
     def local_targets(self, targets: Tensor) -> Tensor:
         """Shifted labels cut to this rank's tokens, ``[1, T_local]``; fill tokens have none."""

@@ -24,6 +24,7 @@ class ActivePack:
         layout: name of the pack's layout, for calls about other sequences than the pack's.
         sharded: whether the step has this rank's tokens in its hands, so that regions neither cut nor gather.
         normalization: what the user's loss is over one batch, for models that compute losses; None if nobody says.
+        targets: of the pack's samples, where the loss is a mean over targets; else None.
         whole_batch: whether the pack has all samples of the batch.
         count_batch_targets: counts the targets of the whole batch; gives None if it has no labels.
     """
@@ -36,6 +37,7 @@ class ActivePack:
     layout: str = "zigzag"
     sharded: bool = False
     normalization: str | None = None
+    targets: int | None = None
     whole_batch: bool = False
     count_batch_targets: Callable[[], int | None] = lambda: None
 

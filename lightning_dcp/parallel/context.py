@@ -65,12 +65,8 @@ class CPContext:
 
     @property
     def num_fill_tokens(self) -> int:
-        """Tokens that a region puts behind those of this rank, so that there are two at least.
-
-        Models take one token for a step of generation and attend otherwise then, and some cannot take none; but what is
-        computed must not depend on how a sample is cut.
-        """
-        return max(0, 2 - self.num_local_tokens) if self.size > 1 else 0
+        """Tokens that a region puts behind those of this rank."""
+        return fill_tokens(self.num_local_tokens, self.size)
 
     @property
     def num_region_tokens(self) -> int:
@@ -94,8 +90,18 @@ class CPContext:
         return self._blocks[key]
 
 
+def fill_tokens(tokens: int, size: int) -> int:
+    """Tokens that a region puts behind those of a rank of a group of this size, so that there are two at least.
+
+    Models take one token for a step of generation and attend otherwise then, and some cannot take none; but what is
+    computed must not depend on how a sample is cut.
+    """
+    return max(0, 2 - tokens) if size > 1 else 0
+
+
 @lru_cache(maxsize=256)
-def _layout(name: str, lengths: tuple[int, ...], size: int) -> PackLayout:
+def layout_of(name: str, lengths: tuple[int, ...], size: int) -> PackLayout:
+    """The layout of a pack by its name; those made last are kept, as a batch is asked about more than once."""
     return build_layout(name, lengths, size)
 
 
@@ -123,7 +129,7 @@ def make_context(
     Raises:
         PlanError: no tokens, or a layout for other samples or another number of ranks.
     """
-    chosen = _layout(layout, tuple(lengths), group.size) if isinstance(layout, str) else layout
+    chosen = layout_of(layout, tuple(lengths), group.size) if isinstance(layout, str) else layout
     if (chosen.lengths, chosen.size) != (tuple(lengths), group.size) or not chosen.num_tokens:
         raise PlanError(
             f"a pack of samples of {tuple(lengths)} tokens on {group.size} ranks, with a layout of {chosen.lengths} on "

@@ -187,8 +187,12 @@ def detached(output: Any) -> Any:
 
 def scalar_loss(output: Any) -> Tensor | None:
     """The loss in what any step returned; None if it returned none."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    loss = _loss_entry(output)
     return loss if isinstance(loss, Tensor) and not loss.dim() else None
+
+
+def _loss_entry(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def loss_of(output: Any) -> Tensor:
@@ -197,7 +201,7 @@ def loss_of(output: Any) -> Tensor:
     Raises:
         BatchError: no loss, or one that is no scalar.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    loss = _loss_entry(output)
     if not isinstance(loss, Tensor) or loss.dim():
         found = (
             "None" if loss is None else f"{type(loss).__name__} {list(loss.shape) if isinstance(loss, Tensor) else ''}"

@@ -129,6 +129,7 @@ class ScheduledBatch:
             self.attention,
             pack.layout,
             normalization=self.normalization,
+            targets=sum(self.targets[s] for s in pack.samples) if self.normalization == "tokens" else None,
             whole_batch=len(pack.samples) == len(self.plan.lengths),
             count_batch_targets=self._labelled_targets,
         )

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_dcp.batch import PackedBatch
 from lightning_dcp.batch.labels import shifted_labels
-from lightning_dcp.loss import LossAndEntropy, linear_cross_entropy, linear_log_probs
+from lightning_dcp.loss import linear_cross_entropy, linear_log_probs
 from lightning_dcp.parallel.layout import build_layout
 from tests.loss.oracle import gradients, head, textbook_logits, textbook_loss
 
@@ -109,10 +109,9 @@ def test_only_what_is_asked_for_is_given():
     hidden, weight, _, targets = head(4)
     log_prob, lse, entropy = linear_log_probs(hidden, weight, targets)
     assert log_prob.shape == targets.shape and lse is None and entropy is None
-    both = linear_cross_entropy(hidden, weight, targets, with_entropy=True)
-    assert isinstance(both, LossAndEntropy) and both.loss.dim() == 0 and both.entropy.shape == targets.shape
-    check_same(both.entropy, linear_log_probs(hidden, weight, targets, with_entropy=True).entropy, (hidden, weight))
-    check_same(both.loss, linear_cross_entropy(hidden, weight, targets), (hidden, weight))
+    asked = linear_log_probs(hidden, weight, targets, with_entropy=True)
+    assert asked.entropy.shape == targets.shape and asked.logsumexp is None
+    check_same(asked.log_prob, log_prob, (hidden, weight))
 
 
 def test_gradients_are_those_of_finite_differences():
@@ -257,8 +256,9 @@ def test_words_that_are_masked_out():
     hidden, weight, bias, targets = head(5, ignored=False)
     targets = targets % 8
     bias = torch.cat([bias.detach()[:8], torch.full((3,), -torch.inf, dtype=torch.float64)]).requires_grad_()
-    got = linear_cross_entropy(hidden, weight, targets, bias=bias, with_entropy=True)
-    check_same(got.loss, textbook_loss(hidden, weight, targets, bias=bias), (hidden, weight, bias))
+    got = linear_log_probs(hidden, weight, targets, bias=bias, with_entropy=True)
+    loss = linear_cross_entropy(hidden, weight, targets, bias=bias)
+    check_same(loss, textbook_loss(hidden, weight, targets, bias=bias), (hidden, weight, bias))
     fewer = torch.distributions.Categorical(logits=F.linear(hidden, weight[:8], bias[:8])).entropy()
     check_same(got.entropy, fewer, (hidden, weight, bias))
 

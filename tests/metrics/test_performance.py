@@ -11,9 +11,11 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dcp import PerformanceMonitor, RunSummary
-from lightning_dcp.callbacks.performance import scheduler_of
+from lightning_dcp.callbacks.performance import _computed as computed
+from lightning_dcp.callbacks.timed import scheduler_of
 from lightning_dcp.errors import ConfigurationError
 from lightning_dcp.metrics import ModelFlopUtilization
+from lightning_dcp.schedule.plan import Pack
 from tests.support.ranks import RankPool
 from tests.support.training import TinyModule, loader, trainer
 
@@ -77,6 +79,16 @@ def test_what_is_logged_is_what_the_batches_say(ranks: RankPool) -> None:
         assert seconds > sum(batch["result"].seconds for batch in window)  # the optimizer step included
         assert 0 < values["step_time_p50"] <= values["step_time_p99"] < seconds
         assert values["padding_share"] == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths", "tokens"), [(1, (1,), 1), (2, (3,), 4), (4, (3,), 8), (4, (5, 3), 8), (4, (60, 1), 61)]
+)
+def test_what_is_computed_has_two_tokens_on_each_rank_at_least(
+    size: int, lengths: tuple[int, ...], tokens: int
+) -> None:
+    pack = Pack(0, size, tuple(range(len(lengths))), "zigzag")
+    assert computed(pack, lengths) == tokens
 
 
 def test_callbacks_can_see_the_last_values(ranks: RankPool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class LossAndEntropy(NamedTuple):
-    """A loss, and the entropy of each token.
-
-    Attributes:
-        loss: a scalar, or ``[...]`` like the targets with ``reduction="none"``.
-        entropy: ``[...]``, in nats, of every token whether it has a target or not; differentiable.
-    """
-
-    loss: Tensor
-    entropy: Tensor
-
-
 class TokenLogProbs(NamedTuple):
     """Log-probabilities of targets, ``[...]`` each like the targets, in nats, float32 or better, differentiable.
 
@@ -46,7 +34,6 @@ class TokenLogProbs(NamedTuple):
     entropy: Tensor | None
 
 
-@overload
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -65,53 +52,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     kernel: str = AUTO,
     tp_group: ProcessGroup | None = None,
-    with_entropy: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    token_weights: Tensor | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: Reduction = "mean",
-    fused: bool = True,
-    chunk_tokens: int | None = None,
-    kernel: str = AUTO,
-    tp_group: ProcessGroup | None = None,
-    with_entropy: Literal[True],
-) -> LossAndEntropy: ...
-
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    token_weights: Tensor | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: Reduction = "mean",
-    fused: bool = True,
-    chunk_tokens: int | None = None,
-    kernel: str = AUTO,
-    tp_group: ProcessGroup | None = None,
-    with_entropy: bool = False,
-) -> Tensor | LossAndEntropy:
+) -> Tensor:
     """Cross-entropy of a language-model head, from hidden states, without ever holding the logits of all tokens.
 
     Values and gradients are those of ``torch.nn.functional.cross_entropy(linear(hidden, weight, bias), targets)``.
@@ -152,10 +93,9 @@ def linear_cross_entropy(
             states and targets and gets the same loss. In the backward, the gradient of ``hidden`` is summed over the
             group, as by Megatron's ``ColumnParallelLinear``: nothing before may sum it again. The gradients of weight
             and bias are those of this rank's rows.
-        with_entropy: also give the entropy of each token.
 
     Returns:
-        The loss in float32 or better, with ``with_entropy`` in a :class:`LossAndEntropy`.
+        The loss in float32 or better: a scalar, or ``[...]`` like the targets with ``reduction="none"``.
 
     Raises:
         ConfigurationError: shapes, dtypes or values that do not fit, options that exclude each other, or a kernel asked
@@ -166,7 +106,7 @@ def linear_cross_entropy(
     inputs = prepare(
         Arguments(
             hidden, weight, targets, bias, temperature, token_weights, ignore_index, softcap, logit_scale, objective,
-            fused, chunk_tokens, kernel, tp_group, entropy=with_entropy, logsumexp=False,
+            fused, chunk_tokens, kernel, tp_group, entropy=False, logsumexp=False,
         )
     )  # fmt: skip
     if inputs.kernel == liger.NAME:
@@ -176,10 +116,7 @@ def linear_cross_entropy(
     losses = token_losses(statistics, valid, objective)
     weights = None if token_weights is None else token_weights.reshape(-1).to(losses.dtype)
     loss = reduced(losses, valid, weights, reduction)
-    loss = loss.reshape(targets.shape) if reduction == "none" else loss
-    if statistics.entropy is None:
-        return loss
-    return LossAndEntropy(loss, statistics.entropy.reshape(targets.shape))
+    return loss.reshape(targets.shape) if reduction == "none" else loss
 
 
 def linear_log_probs(

@@ -109,17 +109,17 @@ def check_targets(call: RegionCall, asked: Labels) -> None:
             not that of the batch.
     """
     pack = call.pack
-    if pack.normalization != "tokens" or pack.whole_batch or pack.sharded or "num_items_in_batch" in asked.options:
+    if pack.targets is None or pack.whole_batch or pack.sharded or "num_items_in_batch" in asked.options:
         return
     if pack.view.tokens is None:  # a call is about some of each sample's sequences
         return
-    found, counted = int(count_targets(asked.targets)), sum(pack.view.target_counts())
-    if found != counted:
+    found = int(count_targets(asked.targets))
+    if found != pack.targets:
         raise BatchError(
             f"region {call.name!r} computes a mean over {found} targets in {sum(call.sequences.lengths)} tokens, but "
-            f"the batch has {counted} targets in {sum(pack.view.lengths)} tokens, by which the strategy weighs it. Mask labels "
-            "in the data set or collate function, not in the step, so that they are in the batch; or return a sum or a mean "
-            "over samples and say so (loss_normalization). Behind a learned prompt each sample's first token is a target, "
+            f"the batch has {pack.targets} targets in {sum(pack.view.lengths)} tokens, by which the strategy weighs it. Mask "
+            "labels in the data set or collate function, not in the step, so that they are in the batch; or return a sum or a "
+            "mean over samples and say so (loss_normalization). Behind a learned prompt each sample's first token is a target, "
             "too: set its label to -100"
         )
 
