@@ -83,7 +83,6 @@ def test_losses_agree_in_float32(outcomes: Outcomes, case: Case) -> None:
 
 @cases(slow=[Case("dpo, Llama", world=2), Case("dpo, Llama", world=4)])
 def test_policy_and_reference_of_transformers(outcomes: Outcomes, case: Case) -> None:
-    pytest.importorskip("transformers")
     check(outcomes, case)
 
 

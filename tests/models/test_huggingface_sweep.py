@@ -95,6 +95,7 @@ CASES += [(kind, AutoModel) for kind in MODEL_MAPPING_NAMES if kind not in MODEL
 def test_right_or_refused(kind: str, auto: Any) -> None:
     model = tiny(kind, auto)
     if model is None:
+        # Not every configuration can be made tiny; a skip here says that nothing is known of this family.
         pytest.skip("not made with these sizes")
     if not refused(model):
         try:
