@@ -10,7 +10,9 @@ from lightning_dcp.batch import PackedBatch
 from lightning_dcp.callbacks import PerformanceMonitor, RunSummary, SchedulerCallback
 from lightning_dcp.errors import ConfigurationError, DCPError
 from lightning_dcp.loss import next_token_loss
+from lightning_dcp.megatron_gpt import MegatronGPT
 from lightning_dcp.models import Decoder
+from lightning_dcp.models.megatron import MegatronModel
 from lightning_dcp.schedule import CostModel, DynamicScheduler, MegatronScheduler, StaticScheduler, StepPlan
 from lightning_dcp.strategy import DCPStrategy
 
@@ -21,6 +23,8 @@ __all__ = [
     "DCPStrategy",
     "Decoder",
     "DynamicScheduler",
+    "MegatronGPT",
+    "MegatronModel",
     "MegatronScheduler",
     "PackedBatch",
     "PerformanceMonitor",

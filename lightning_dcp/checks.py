@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,11 @@ _SIZES = (
     "max_seqlen_per_dp_cp_rank",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
+_MAY_BE_NONE = ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def argument_problems(strategy: DCPStrategy) -> list[Problem]:
@@ -30,9 +35,11 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
     problems = []
     for name in _SIZES:
         value = getattr(strategy, name)
+        if value is None and name in _MAY_BE_NONE:
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(Problem(f"{name}={value!r}", "not a positive whole number", f"give {name} of 1 or more"))
-    for name in ("plan_ahead", "fused_linear_cross_entropy"):
+    for name in ("plan_ahead", "fused_linear_cross_entropy", "sequence_parallel"):
         if not isinstance(getattr(strategy, name), bool):
             problems.append(
                 Problem(f"{name}={getattr(strategy, name)!r}", "neither True nor False", "give one of them")
@@ -101,6 +108,23 @@ def cost_model_of(source: CostModel | str | Path | None) -> tuple[CostModel, lis
         return default, list(error.problems)
 
 
+def schedule_in_force(
+    strategy: DCPStrategy, scheduler: Any, mode: str | None, microbatch_multiple: int
+) -> dict[str, Any]:
+    """Mode and number of micro-batches: what was asked for, or what pipelines and expert parallelism need."""
+    stages, ours = strategy.pipeline_model_parallel_size, scheduler in (None, "dynamic", "static")
+    needed = ours and needs_lockstep(strategy)
+    if needed and strategy.virtual_pipeline_model_parallel_size and isinstance(microbatch_multiple, int):
+        microbatch_multiple = math.lcm(microbatch_multiple, stages)
+    return {"schedule_mode": mode or ("lockstep" if needed else "free"), "microbatch_multiple": microbatch_multiple}
+
+
+def needs_lockstep(strategy: DCPStrategy) -> bool:
+    """Whether all ranks of the plane must run the same number of micro-batches."""
+    sizes = strategy.pipeline_model_parallel_size, strategy.expert_model_parallel_size
+    return any(isinstance(size, int) and size > 1 for size in sizes)
+
+
 def choice_in_force(choice: SchedulerChoice, callback: SchedulerCallback) -> SchedulerChoice:
     """The strategy's choice of a scheduler, or the callback's own scheduler in its place.
 
@@ -123,15 +147,6 @@ def launch_problems(strategy: DCPStrategy) -> list[Problem]:
     problems = topology.problems()
     if not problems:
         problems += strategy.scheduler_choice.plane_problems(topology.plane_size)
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        if getattr(strategy, name) > 1:
-            problems.append(
-                Problem(
-                    f"{name}={getattr(strategy, name)}",
-                    "a strategy that trains plain PyTorch modules, whose weights are not split",
-                    f"set {name}=1",
-                )
-            )
     if topology.world_size > 1 and strategy._start_method == "popen" and _is_interactive():
         problems.append(
             Problem(

@@ -98,6 +98,8 @@ def _attention_problems(
     findings: dict[tuple[str, Finding], None] = {}
     for region, module in regions.modules.items():
         adapter = regions.adapters[region]
+        if not adapter.dry_runs:
+            continue
         result = dry_run(module, options, adapter=adapter, training=training, forward_context=forward_context)
         if result.skipped is not None:
             rank_zero_info(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,9 +35,11 @@ from lightning_dcp.data.prepare import prepare_loader
 from lightning_dcp.errors import BatchError, raise_problems
 from lightning_dcp.launcher import DCPSubprocessLauncher
 from lightning_dcp.loss.weighting import LossNormalization, backward_scale
+from lightning_dcp.models.megatron import MegatronAdapter, MegatronModel
+from lightning_dcp.models.megatron.gradients import megatron_models, reduce_gradients, sync_parameters
+from lightning_dcp.models.megatron.pipeline import LossOfNothing, run_schedule
 from lightning_dcp.models.region import Regions, backward_of_nothing
 from lightning_dcp.parallel.clock import WaitClock
-from lightning_dcp.parallel.gradients import all_reduce_gradients
 from lightning_dcp.parallel.groups import ParallelGroups, initialize_groups
 from lightning_dcp.parallel.randomness import seed_of
 from lightning_dcp.parallel.topology import Topology
@@ -71,7 +73,13 @@ class DCPStrategy(DDPStrategy):
         max_seqlen_per_dp_cp_rank: most tokens of one micro-batch that a rank holds: what bounds memory. A sample may
             be as long as this times the largest group.
         tensor_model_parallel_size: ranks that share each layer's weights.
-        pipeline_model_parallel_size: pipeline stages.
+        sequence_parallel: tensor-parallel ranks hold parts of the tokens between layers.
+        pipeline_model_parallel_size: pipeline stages. ``training_step`` runs on all of them; before the last stage it ends
+            where it calls the model.
+        virtual_pipeline_model_parallel_size: chunks of layers that each stage holds, for the interleaved schedule.
+        expert_model_parallel_size: ranks that a mixture-of-experts layer's experts are dealt out to.
+        expert_tensor_parallel_size: ranks that share an expert's weights; by default ``tensor_model_parallel_size``.
+            These five are for Megatron-Core models (:class:`~lightning_dcp.MegatronModel`).
         loss_normalization: what the loss that ``training_step`` returns is over one batch: a mean over target
             ``tokens``, a mean over ``samples``, or a ``sum``.
         layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not; or
@@ -96,11 +104,12 @@ class DCPStrategy(DDPStrategy):
             (``lightning-dcp calibrate`` measures it and writes the file), or ``a100``, ``h100`` (the default), ``h200``
             or ``cpu``: a 7B model there. The dynamic scheduler balances by it; the others do not look at it.
         schedule_mode: ``free``: each rank runs its own list of packs. ``lockstep``: all ranks run the same number of
-            micro-batches, none of them without a pack. For the dynamic and static schedulers, as all that follow but
-            where noted.
+            micro-batches, none of them without a pack; pipelines and expert parallelism need that, and have it by default.
+            For the dynamic and static schedulers, as all that follow but where noted.
         min_context_parallel_size: smallest CP size of a pack; dynamic scheduler only.
         max_context_parallel_size: largest CP size of a pack, by default the plane; dynamic scheduler only.
-        microbatch_multiple: the number of micro-batches is made a multiple of this; in lock-step only.
+        microbatch_multiple: the number of micro-batches is made a multiple of this; in lock-step only. With a virtual
+            pipeline it is a multiple of the stages in any case.
         ranks_per_node: ranks of the plane in one node, for groups to stay inside nodes where they can. By default the
             cost model's, or with several nodes the processes of a node over ``tensor_model_parallel_size``. Dynamic
             scheduler only.
@@ -131,7 +140,11 @@ class DCPStrategy(DDPStrategy):
         scheduler: Literal["dynamic", "static", "megatron"] | Scheduler | Callable[[int], Scheduler] | None = None,
         max_seqlen_per_dp_cp_rank: int = 8192,
         tensor_model_parallel_size: int = 1,
+        sequence_parallel: bool = False,
         pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        expert_model_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
         loss_normalization: LossNormalization = "tokens",
         layout: str = "zigzag",
         attention: Literal["auto", "ring", "all_gather", "ulysses"] = "auto",
@@ -141,7 +154,7 @@ class DCPStrategy(DDPStrategy):
         outputs: Literal["gathered", "sharded", "auto"] = "gathered",
         fused_linear_cross_entropy: bool = False,
         cost_model: CostModel | str | Path | None = None,
-        schedule_mode: Literal["free", "lockstep"] = "free",
+        schedule_mode: Literal["free", "lockstep"] | None = None,
         min_context_parallel_size: int = 1,
         max_context_parallel_size: int | None = None,
         microbatch_multiple: int = 1,
@@ -171,7 +184,11 @@ class DCPStrategy(DDPStrategy):
         self.dynamic_context_parallel = dynamic_context_parallel
         self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
         self.tensor_model_parallel_size = tensor_model_parallel_size
+        self.sequence_parallel = sequence_parallel
         self.pipeline_model_parallel_size = pipeline_model_parallel_size
+        self.virtual_pipeline_model_parallel_size = virtual_pipeline_model_parallel_size
+        self.expert_model_parallel_size = expert_model_parallel_size
+        self.expert_tensor_parallel_size = expert_tensor_parallel_size
         self.loss_normalization: LossNormalization = loss_normalization
         self.layout = layout
         self.attention_settings = AttentionSettings(attention, attention_kernel, links)
@@ -187,12 +204,11 @@ class DCPStrategy(DDPStrategy):
             max_seqlen_per_dp_cp_rank,
             self.cost_model,
             layout,
-            schedule_mode,
-            min_context_parallel_size,
-            max_context_parallel_size,
-            microbatch_multiple,
-            ranks_per_node,
-            tuple(rank_speeds) if isinstance(rank_speeds, list) else rank_speeds,
+            min_context_parallel_size=min_context_parallel_size,
+            max_context_parallel_size=max_context_parallel_size,
+            **checks.schedule_in_force(self, scheduler, schedule_mode, microbatch_multiple),
+            ranks_per_node=ranks_per_node,
+            rank_speeds=tuple(rank_speeds) if isinstance(rank_speeds, list) else rank_speeds,
         )
         self.clock = WaitClock()
         self.gradient_reductions = 0
@@ -206,6 +222,7 @@ class DCPStrategy(DDPStrategy):
         self._outputs = GATHERED
         self._warning_filter: Any = None
         self._stash: list[Tensor | None] | None = None
+        self._scaled_loss: Tensor | None = None
         self._running_packs = False
         raise_problems(problems + checks.argument_problems(self))
 
@@ -219,6 +236,10 @@ class DCPStrategy(DDPStrategy):
             self.tensor_model_parallel_size,
             self.pipeline_model_parallel_size,
             self.context_parallel_size,
+            self.virtual_pipeline_model_parallel_size,
+            self.expert_model_parallel_size,
+            self.expert_tensor_parallel_size,
+            self.sequence_parallel,
         )
 
     @property
@@ -317,7 +338,7 @@ class DCPStrategy(DDPStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        _sync_module_states(self.model)  # what the DDP wrapper, which is not used here, would do
+        sync_parameters(self._module, self.groups)  # what the DDP wrapper, which is not used here, would do
         module_checks.check_attention(self, trainer)
         self._regions.install()
         if fitting:
@@ -345,8 +366,7 @@ class DCPStrategy(DDPStrategy):
         sizes = self._choice.sizes(t.plane_size, self._plane_ranks_in_node())
         parts = [
             f"Context parallelism: {self._choice.name}, sizes {', '.join(map(str, sizes))} on a plane of "
-            f"{t.plane_size} rank(s) (world {t.world_size} / TP {t.tensor_model_parallel_size} / "
-            f"PP {t.pipeline_model_parallel_size})",
+            f"{t.plane_size} rank(s) ({t})",
             f"at most {limit} tokens a rank, {sizes[-1] * limit} a sample",
             self._choice.settings,
             describe(self._attention),
@@ -386,7 +406,14 @@ class DCPStrategy(DDPStrategy):
                     self._trainer.global_step,
                     batch_idx,
                 ),
+                token_multiple=self.tensor_model_parallel_size if self.sequence_parallel else 1,
+                gradient_scale=self._gradient_scale(),
             )
+
+    def _gradient_scale(self) -> float:
+        """The factor of gradients that do not come through the step's loss."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return (1.0 if scaler is None else scaler.get_scale()) / self._trainer.accumulate_grad_batches
 
     def training_step(self, batch: Any, *args: Any) -> Any:
         """Run ``training_step`` and backward for each pack of this rank; return what one process would have.
@@ -398,7 +425,7 @@ class DCPStrategy(DDPStrategy):
         before = self._take_gradients() if first else []  # left over from the window before
         if not self._sees_gradients_before_zero_grad():
             before.clear()  # they would take memory while the packs run
-        after = partial(self._pack_backward, accumulate)
+        after = partial(self._in_schedule if self.topology.is_pipeline else self._pack_backward, accumulate)
         output = self._run("training_step", self.precision_plugin.train_step_context, batch, args, after, self._outputs)
         self._stash = self._take_gradients()
         if self.callback.scheduled is not None and not any(self.callback.scheduled.targets):
@@ -446,15 +473,32 @@ class DCPStrategy(DDPStrategy):
             with precision():
                 return getattr(self._module, name)(pack, *args)
 
+        run_all = self._through_stages if self.topology.is_pipeline else None
         self._running_packs = True
         try:
             with self._naming_failures():
-                self.callback.result = run_packs(scheduled, self._module, self.regions, step, after, outputs)
+                self.callback.result = run_packs(scheduled, self._module, self.regions, step, after, outputs, run_all)
         except StopIteration as error:  # Lightning would take it for the end of the epoch
             raise RuntimeError(f"StopIteration inside {name}") from error
         finally:
             self._running_packs = False
         return self.callback.result.output
+
+    def _through_stages(self, works: Sequence[PackWork], run: Callable[[PackWork], None]) -> None:
+        """Run packs through the pipeline's stages; backward too, where gradients are wanted."""
+        model = self._pipeline_model
+
+        def forward(work: PackWork) -> Tensor:
+            self._scaled_loss = None
+            run(work if model.chunk.post_process else replace(work, leader=False))
+            return torch.zeros((), device=self.root_device) if self._scaled_loss is None else self._scaled_loss
+
+        with self.regions.backward_of(works[0].active):
+            run_schedule(model, works, forward, forward_only=not torch.is_grad_enabled())
+
+    @property
+    def _pipeline_model(self) -> MegatronModel:
+        return next(model for model in megatron_models(self._module))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """As in Lightning; not inside a step."""
@@ -487,9 +531,21 @@ class DCPStrategy(DDPStrategy):
             scaler = getattr(self.precision_plugin, "scaler", None)
             with self.regions.backward_of(work.active):
                 self._module.backward(scaled if scaler is None else scaler.scale(scaled))
-        elif work.pack_weight:
+        elif (
+            work.pack_weight or self.topology.expert_model_parallel_size > 1
+        ):  # experts of other ranks wait for this one
             with self.regions.backward_of(work.active):
                 backward_of_nothing(loss)
+        return _keep(work, output)
+
+    def _in_schedule(self, accumulate: int, work: PackWork, output: Any) -> Any:
+        """Hand the loss to the pipeline's schedule, which runs the backward."""
+        loss = loss_of(output)
+        if work.weight:
+            self._scaled_loss = loss * backward_scale(work.weight, work.copies, accumulate)
+        else:
+            adapter = next(a for a in self.regions.adapters.values() if isinstance(a, MegatronAdapter))
+            self._scaled_loss = LossOfNothing.apply(adapter.last_output)
         return _keep(work, output)
 
     def _take_gradients(self) -> list[Tensor | None]:
@@ -509,7 +565,7 @@ class DCPStrategy(DDPStrategy):
         if not self._trainer.fit_loop._should_accumulate():
             self.gradient_reductions += 1
             with self._naming_failures():
-                all_reduce_gradients(module.parameters(), self.groups.plane, self.clock)
+                reduce_gradients(module, self.groups, self.clock)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     # ------------------------------------------------------------- the end

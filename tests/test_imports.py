@@ -25,7 +25,7 @@ LEVELS = [
     {"step"},
     {"data"},
     {"metrics"},
-    {"strategy", "checks", "module_checks", "launcher", "callbacks", "lm"},
+    {"strategy", "checks", "module_checks", "launcher", "callbacks", "lm", "megatron_gpt"},
     {"report"},
     {"calibration"},
     {"commands"},

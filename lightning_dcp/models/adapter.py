@@ -25,10 +25,12 @@ class ModelAdapter:
         positions: the argument of its forward that takes positions.
         all_ones: whether its forward wants a mask of ones instead of none.
         first_position: the position of a sample's first token.
+        dry_runs: whether calling it with made-up tokens tells what cannot run over a CP group.
     """
 
     all_ones = False
     first_position = 0
+    dry_runs = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = uncompiled(module)

@@ -10,6 +10,7 @@ from lightning_dcp.errors import RegionError
 from lightning_dcp.models.adapter import ModelAdapter
 from lightning_dcp.models.compiled import COMPILED_CHILD, refuse_inside_compiled, uncompiled
 from lightning_dcp.models.huggingface import is_transformer, transformer_adapter, transformer_region
+from lightning_dcp.models.megatron import MegatronAdapter, MegatronModel
 from lightning_dcp.models.positions import POSITIONS, positions_argument
 from lightning_dcp.models.region import Regions
 
@@ -24,9 +25,9 @@ def find_regions(
     """The regions of a LightningModule: those named, or those that are plain to see.
 
     Without names these are, in this order: the module's own ``forward`` if that takes positions and there is no Hugging Face
-    model in it; or else every Hugging Face model in it (policy and reference, teacher and student; for one whose head mixes
-    tokens, such as a sequence classifier, the model below the head), and the one child whose forward takes positions, if
-    there is just one.
+    or Megatron-Core model in it; or else every such model in it (policy and reference, teacher and student; for one whose
+    head mixes tokens, such as a sequence classifier, the model below the head), and the one child whose forward takes
+    positions, if there is just one.
 
     Names may be of the models themselves, or of a wrapper of just one (PEFT's, for example): then it is the model inside.
 
@@ -47,6 +48,8 @@ def find_regions(
     def adapt(module: nn.Module) -> ModelAdapter:
         if is_transformer(uncompiled(module)):
             return transformer_adapter(module, fused=fused_linear_cross_entropy)
+        if isinstance(uncompiled(module), MegatronModel):
+            return MegatronAdapter(module)
         return ModelAdapter(module)
 
     # Lightning's from_compiled: trainer.fit(torch.compile(module)) compiles the steps and forward of the module
@@ -57,7 +60,7 @@ def find_regions(
 def _find(root: nn.Module, names: list[str] | None, forward_overridden: bool) -> dict[str, nn.Module]:
     if names is not None:
         return dict(_named(root, name) for name in names)
-    transformers = dict(_transformers(root))
+    transformers = dict(_transformers(root)) | dict(_megatron_models(root))
     if forward_overridden and not transformers and positions_argument(root) is not None:
         return {"": root}
     candidates = {name: child for name, child in root.named_children() if any(True for _ in child.parameters())}
@@ -76,6 +79,10 @@ def _transformers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             found.append(name)
             path, region = transformer_region(name, module)
             yield path, region
+
+
+def _megatron_models(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield from ((name, module) for name, module in root.named_modules() if name and isinstance(module, MegatronModel))
 
 
 def _inside(name: str, outer: str) -> bool:

@@ -27,6 +27,10 @@ class ActivePack:
         targets: of the pack's samples, where the loss is a mean over targets; else None.
         whole_batch: whether the pack has all samples of the batch.
         count_batch_targets: counts the targets of the whole batch; gives None if it has no labels.
+        batch_tokens: tokens of the whole batch, for losses inside the model that are means over tokens.
+        batch_samples: samples of the whole batch.
+        samples: which of these the pack's are.
+        gradient_scale: factor of a gradient that does not come through the step's loss.
     """
 
     view: BatchView
@@ -40,13 +44,23 @@ class ActivePack:
     targets: int | None = None
     whole_batch: bool = False
     count_batch_targets: Callable[[], int | None] = lambda: None
+    batch_tokens: int = 1
+    batch_samples: int = 1
+    samples: tuple[int, ...] = ()
+    gradient_scale: float = 1.0
 
     def context_of(self, lengths: tuple[int, ...]) -> CPContext:
         """The context of a call about sequences of these lengths; one and the same for equal lengths."""
         if lengths not in self._contexts:
             own = self.context
             self._contexts[lengths] = make_context(
-                own.group, own.rank, lengths, layout=self.layout, device=own.device, exchange=own.exchange
+                own.group,
+                own.rank,
+                lengths,
+                layout=self.layout,
+                device=own.device,
+                exchange=own.exchange,
+                token_multiple=own.token_multiple,
             )
         return self._contexts[lengths]
 

@@ -30,6 +30,7 @@ class CPContext:
         layout: which tokens each rank of the group holds.
         device: where the pack's tensors lie.
         exchange: communication inside the group.
+        token_multiple: a region's module sees a multiple of so many tokens: sequence parallelism deals them out.
     """
 
     group: CPGroup
@@ -37,6 +38,7 @@ class CPContext:
     layout: PackLayout
     device: torch.device
     exchange: Exchange
+    token_multiple: int = 1
 
     @property
     def size(self) -> int:
@@ -66,7 +68,7 @@ class CPContext:
     @property
     def num_fill_tokens(self) -> int:
         """Tokens that a region puts behind those of this rank."""
-        return fill_tokens(self.num_local_tokens, self.size)
+        return fill_tokens(self.num_local_tokens, self.size, self.token_multiple)
 
     @property
     def num_region_tokens(self) -> int:
@@ -90,13 +92,19 @@ class CPContext:
         return self._blocks[key]
 
 
-def fill_tokens(tokens: int, size: int) -> int:
+def fill_tokens(tokens: int, size: int, multiple: int = 1) -> int:
     """Tokens that a region puts behind those of a rank of a group of this size, so that there are two at least.
 
     Models take one token for a step of generation and attend otherwise then, and some cannot take none; but what is
     computed must not depend on how a sample is cut.
+
+    Args:
+        tokens: of the rank.
+        size: ranks of the group.
+        multiple: with those behind them there are a multiple of so many.
     """
-    return max(0, 2 - tokens) if size > 1 else 0
+    least = max(tokens, 2) if size > 1 else tokens
+    return -(-least // multiple) * multiple - tokens
 
 
 @lru_cache(maxsize=256)
@@ -114,6 +122,7 @@ def make_context(
     device: torch.device | str = "cpu",
     clock: WaitClock | None = None,
     exchange: Exchange | None = None,
+    token_multiple: int = 1,
 ) -> CPContext:
     """The context of a pack of samples with these lengths.
 
@@ -125,6 +134,7 @@ def make_context(
         device: where the pack's tensors lie.
         clock: where waiting is counted.
         exchange: communication inside the group, by default that of its process group.
+        token_multiple: a region's module sees a multiple of so many tokens on each rank.
 
     Raises:
         PlanError: no tokens, or a layout for other samples or another number of ranks.
@@ -136,4 +146,4 @@ def make_context(
             f"{chosen.size}: both must be the same, and hold a token"
         )
     ways = exchange or GroupExchange(group, rank, clock or WaitClock())
-    return CPContext(group, rank, chosen, torch.device(device), ways)
+    return CPContext(group, rank, chosen, torch.device(device), ways, token_multiple)

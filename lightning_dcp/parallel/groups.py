@@ -38,10 +38,16 @@ class ParallelGroups:
     Attributes:
         topology: the sizes in force.
         plane: this rank's DPxCP plane.
-        control: a gloo group over the same ranks, for small CPU messages (plans, logged values).
+        control: a gloo group over the whole world, for small CPU messages (plans, logged values).
+        world_ranks: all ranks, in the order of that group.
         plane_ranks: the plane's ranks in the world.
         rank: this rank's place in the plane.
         cp_groups: for each size the group that this rank belongs to.
+        speaks: whether this rank tells what its place in the plane computed: tensor-parallel ranks compute the same, and of a
+            pipeline only the last stage sees losses.
+        expert_data: the ranks that hold the same experts; None where no rank holds others than the next.
+        tensor: the tensor-parallel group; None for one rank.
+        pipeline: the stages that this rank's micro-batches go through; None for one stage.
     """
 
     topology: Topology
@@ -50,6 +56,11 @@ class ParallelGroups:
     plane_ranks: tuple[int, ...]
     rank: int
     cp_groups: dict[int, CPGroup]
+    world_ranks: tuple[int, ...] = ()
+    speaks: bool = True
+    expert_data: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    pipeline: dist.ProcessGroup | None = None
 
     def cp_group(self, first_rank: int, size: int) -> CPGroup:
         """This rank's group of a planned size.
@@ -82,15 +93,31 @@ def initialize_groups(topology: Topology, timeout: timedelta | None = None) -> P
         tensor_model_parallel_size=topology.tensor_model_parallel_size,
         pipeline_model_parallel_size=topology.pipeline_model_parallel_size,
         context_parallel_size=topology.context_parallel_size,
+        virtual_pipeline_model_parallel_size=topology.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=topology.expert_model_parallel_size,
+        expert_tensor_parallel_size=topology.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round((timeout or default_pg_timeout).total_seconds() / 60)),
         create_gloo_process_groups=False,
     )
     plane = parallel_state.get_data_parallel_group(with_context_parallel=True)
     planes = _gather_planes(tuple(dist.get_process_group_ranks(plane)))
     own = next(ranks for ranks in planes if dist.get_rank() in ranks)
-    control = _new_groups(planes, timeout, backend="gloo")[own]
+    world = tuple(range(dist.get_world_size()))
+    control = dist.new_group(list(world), timeout=timeout, backend="gloo")
+    tensor, pipeline = topology.tensor_model_parallel_size > 1, topology.pipeline_model_parallel_size > 1
     return ParallelGroups(
-        topology, plane, control, own, own.index(dist.get_rank()), _cp_groups(planes, own, plane, timeout)
+        topology,
+        plane,
+        control,
+        own,
+        own.index(dist.get_rank()),
+        _cp_groups(planes, own, plane, timeout),
+        world,
+        speaks=parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        expert_data=parallel_state.get_expert_data_parallel_group() if topology.is_model_parallel else None,
+        tensor=parallel_state.get_tensor_model_parallel_group() if tensor else None,
+        pipeline=parallel_state.get_pipeline_model_parallel_group() if pipeline else None,
     )
 
 

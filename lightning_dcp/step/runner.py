@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ class BatchResult:
 
     Attributes:
         output: the output in the batch's order, as one call would have returned it.
-        busy: for each rank of the plane the seconds it ran its packs without waiting for others.
+        busy: for each place in the plane the seconds that its packs ran without waiting for others.
         seconds: the longest that a rank took for its packs.
     """
 
@@ -50,6 +50,8 @@ class BatchResult:
     seconds: float
 
 
+RunAll = Callable[[Sequence[PackWork], Callable[[PackWork], None]], None]
+"""Runs packs, one after another or through a pipeline, by a function of one."""
 RunStep = Callable[[Any], Any]
 """Runs the user's step on one pack's batch."""
 AfterStep = Callable[[PackWork, Any], Any]
@@ -63,6 +65,7 @@ def run_packs(
     step: RunStep,
     after: AfterStep,
     outputs: OutputsChoice = GATHERED,
+    run_all: RunAll | None = None,
 ) -> BatchResult:
     """Run a step on every pack of this rank, then join outputs and logs over the plane.
 
@@ -73,20 +76,32 @@ def run_packs(
         step: the user's step.
         after: what happens to each output at once (backward, in training).
         outputs: whether the step sees whole samples or this rank's tokens; decided here while it is not.
+        run_all: runs the packs; by default one after another.
     """
     start, waited = time.perf_counter(), scheduled.clock.seconds
     with metrics_of_batch(module, scheduled.groups.control) as windows:
         runner = _PackRunner(scheduled, module, regions, step, after, windows, outputs)
-        results = [result for work in scheduled.works() if (result := runner.run(work)) is not None]
+        if run_all is None:
+            _one_by_one(scheduled.works(), runner.run)
+        else:
+            run_all(list(scheduled.works()), runner.run)
         seconds = time.perf_counter() - start
         busy = seconds - (scheduled.clock.seconds - waited)
-    return _join(scheduled, module, _RankResult(results, busy, seconds, runner.verdict), outputs)
+    return _join(
+        scheduled, module, _RankResult(scheduled.groups.rank, runner.results, busy, seconds, runner.verdict), outputs
+    )
+
+
+def _one_by_one(works: Iterable[PackWork], run: Callable[[PackWork], None]) -> None:
+    for work in works:
+        run(work)
 
 
 class _PackRunner:
     """Runs the packs of one batch on this rank.
 
     Attributes:
+        results: what the packs gave that this rank speaks for.
         verdict: what a trial of sharded outputs gave: None for no trial, "" for agreement, or why not.
     """
 
@@ -102,17 +117,19 @@ class _PackRunner:
     ) -> None:
         self.scheduled, self.module, self.regions = scheduled, module, regions
         self.step, self.after, self.windows, self.outputs = step, after, windows, outputs
+        self.results: list[PackResult] = []
         self.verdict: str | None = None
         self.trial = scheduled.trial_pack() if outputs.sharded is None else None
 
-    def run(self, work: PackWork) -> PackResult | None:
-        """Run one pack; the result where this rank speaks for its group."""
+    def run(self, work: PackWork) -> None:
+        """Run one pack; keep the result where this rank speaks for its group."""
         if self.outputs.sharded and can_be_sharded(work):
             work = self._shard(work)
         kept, logs = self._step(work, counted=work.leader)
         if work.number == self.trial and can_be_sharded(work):
             self.verdict = self._try_sharded(work)
-        return PackResult(work.number, work.weight, kept, logs) if work.leader else None
+        if work.leader:
+            self.results.append(PackResult(work.number, work.weight, kept, logs))
 
     def _step(self, work: PackWork, *, counted: bool) -> tuple[Any, PackLogs]:
         calls = self.regions.calls
@@ -151,8 +168,9 @@ class _PackRunner:
 
 @dataclass(frozen=True)
 class _RankResult:
-    """What one rank of the plane tells the others of a batch."""
+    """What one rank tells the others of a batch."""
 
+    place: int
     packs: list[PackResult]
     busy: float
     seconds: float
@@ -162,7 +180,7 @@ class _RankResult:
 def _join(
     scheduled: ScheduledBatch, module: LightningModule, own: _RankResult, outputs_choice: OutputsChoice
 ) -> BatchResult:
-    every: list[Any] = [None] * len(scheduled.groups.plane_ranks)
+    every: list[Any] = [None] * len(scheduled.groups.world_ranks)
     with scheduled.clock.waiting():
         dist.all_gather_object(every, own, group=scheduled.groups.control)
     outputs_choice.settle([rank.verdict for rank in every])
@@ -173,7 +191,13 @@ def _join(
     outputs = [_pack_output(packs[r.number].samples, scheduled.plan.lengths, r) for r in in_order]
     output = join_outputs(outputs, packed=scheduled.view.packed)
     output = pytree.tree_map_only(Tensor, lambda t: t.to(scheduled.device), output)
-    return BatchResult(output, tuple(rank.busy for rank in every), max(rank.seconds for rank in every))
+    return BatchResult(output, _busy(every), max(rank.seconds for rank in every))
+
+
+def _busy(every: Sequence[_RankResult]) -> tuple[float, ...]:
+    """By place in the plane, the longest among tensor-parallel ranks and pipeline stages."""
+    places = range(1 + max(rank.place for rank in every))
+    return tuple(max(rank.busy for rank in every if rank.place == place) for place in places)
 
 
 def _pack_output(samples: tuple[int, ...], lengths: Sequence[int], result: PackResult) -> PackOutput:

@@ -67,6 +67,8 @@ class ScheduledBatch:
         clock: adds up the time this rank waits.
         attention: how attention is computed.
         seed: of this batch; each pack's own seed follows from it.
+        token_multiple: a region's module sees a multiple of so many tokens on each rank.
+        gradient_scale: factor of a gradient that does not come through the step's loss.
     """
 
     view: BatchView
@@ -77,6 +79,8 @@ class ScheduledBatch:
     clock: WaitClock
     attention: AttentionOptions = DEFAULT
     seed: int = 0
+    token_multiple: int = 1
+    gradient_scale: float = 1.0
 
     @property
     def plan(self) -> StepPlan:
@@ -118,6 +122,7 @@ class ScheduledBatch:
             layout=pack.layout,
             device=self.device,
             clock=self.clock,
+            token_multiple=self.token_multiple,
         )
         seed = seed_of(self.seed, number)
         limit = self.plan.max_seqlen_per_dp_cp_rank
@@ -132,9 +137,14 @@ class ScheduledBatch:
             targets=sum(self.targets[s] for s in pack.samples) if self.normalization == "tokens" else None,
             whole_batch=len(pack.samples) == len(self.plan.lengths),
             count_batch_targets=self._labelled_targets,
+            batch_tokens=sum(self.plan.lengths),
+            batch_samples=len(self.plan.lengths),
+            samples=pack.samples,
+            gradient_scale=self.gradient_scale,
         )
         weight = pack_weight(self.normalization, pack, self.targets)
-        return PackWork(number, pack, part.batch, active, weight, rank == 0, seed, weight)
+        leader = rank == 0 and self.groups.speaks
+        return PackWork(number, pack, part.batch, active, weight, leader, seed, weight)
 
 
 def schedule_batch(
@@ -147,6 +157,8 @@ def schedule_batch(
     clock: WaitClock,
     attention: AttentionOptions = DEFAULT,
     seed: int = 0,
+    token_multiple: int = 1,
+    gradient_scale: float = 1.0,
 ) -> ScheduledBatch:
     """Plan a batch and make sure that all ranks of the plane hold the same batch and the same plan.
 
@@ -162,20 +174,22 @@ def schedule_batch(
     except SampleTooLongError as error:
         raise error.named(whole.sample_ids[error.sample]) from None
     _check_agreement(planned, whole, groups, clock)
-    return ScheduledBatch(whole, planned, groups, normalization, device, clock, attention, seed)
+    return ScheduledBatch(
+        whole, planned, groups, normalization, device, clock, attention, seed, token_multiple, gradient_scale
+    )
 
 
 def _check_agreement(planned: Planned, whole: BatchView, groups: ParallelGroups, clock: WaitClock) -> None:
     own = torch.tensor([planned.digest, whole.fingerprint()])
-    every = [torch.empty_like(own) for _ in groups.plane_ranks]
+    every = [torch.empty_like(own) for _ in groups.world_ranks]
     with clock.waiting():
         dist.all_gather(every, own, group=groups.control)
     table = torch.stack(every)
     for column, what in ((0, "plans"), (1, "batches")):
-        odd = [groups.plane_ranks[i] for i in (table[:, column] != table[0, column]).nonzero().flatten().tolist()]
+        odd = [groups.world_ranks[i] for i in (table[:, column] != table[0, column]).nonzero().flatten().tolist()]
         if odd:
             raise PlanMismatchError(
-                f"ranks hold different {what}: rank(s) {odd} differ from rank {groups.plane_ranks[0]}. Every rank must "
+                f"ranks hold different {what}: rank(s) {odd} differ from rank {groups.world_ranks[0]}. Every rank must "
                 "read the same batch, which the strategy then cuts. Check that a sampler of your own gives the same "
                 "order on all ranks, that random crops, noise or masks in the data set or collate function do not depend "
                 "on the rank (seed_everything(workers=True) seeds workers by rank), and that a scheduler of your own depends on "

@@ -43,6 +43,7 @@ def collated(samples, way="lengths"):
 @pytest.mark.parametrize("way", WAYS)
 def test_this_is_what_transformers_makes(way):
     import transformers
+
     samples = make_samples(LENGTHS)
     features = [{name: sample[name].tolist() for name in ("input_ids", "labels")} for sample in samples]
     theirs = transformers.DataCollatorWithFlattening(**WAYS[way])(features)

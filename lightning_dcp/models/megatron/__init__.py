@@ -1,0 +1,7 @@
+"""Megatron-Core models as regions. Nothing here imports megatron before a model is made."""
+
+from lightning_dcp.models.megatron.adapter import MegatronAdapter, StageOutput
+from lightning_dcp.models.megatron.model import MegatronModel, model_parallel_fields
+from lightning_dcp.models.megatron.spec import layer_spec
+
+__all__ = ["MegatronAdapter", "MegatronModel", "StageOutput", "layer_spec", "model_parallel_fields"]

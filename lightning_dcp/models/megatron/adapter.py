@@ -1,0 +1,90 @@
+"""How a Megatron-Core model is called as a region."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_dcp.errors import Problem, RegionError
+from lightning_dcp.models.adapter import ModelAdapter
+from lightning_dcp.models.call import RegionCall
+from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.models.megatron.randomness import seed_states
+from lightning_dcp.models.megatron.scope import PackScope
+from lightning_dcp.models.pack import ActivePack
+
+
+class StageOutput(BaseException):
+    """Ends the user's step on a stage before the last, whose hidden state goes to the next stage instead.
+
+    No Exception, so that the step's own ``except Exception`` does not take it for an error.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("a pipeline stage's hidden state")
+        self.hidden = hidden
+
+
+class MegatronAdapter(ModelAdapter):
+    """A :class:`MegatronModel`: its layers find the pack in the model's scope, and attention needs no mode.
+
+    Attributes:
+        last_output: what the last call on a pack gave on this rank, with its graph; the pipeline starts the backward of a
+            pack without targets there.
+    """
+
+    dry_runs = False
+    module: MegatronModel
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.last_output: Tensor | None = None
+        self._last: tuple[ActivePack, Any] | None = None
+
+    def mixing(self) -> dict[str, nn.Module]:
+        """None: what mixes tokens is refused by the config."""
+        return {}
+
+    def problems(self, name: str) -> Iterator[Problem]:
+        """What the config asks for that does not run over CP groups."""
+        yield from ()
+
+    def call(self, call: RegionCall) -> Any:
+        """Run the chunk under way; on a stage before the last, end the step."""
+        model, pack = self.module, call.pack
+        self._refuse_second(call)
+        own = pack.context.layout.lengths == call.context.layout.lengths
+        scope = PackScope(
+            call.context,
+            pack.attention,
+            pack.batch_tokens,
+            pack.batch_samples,
+            pack.gradient_scale,
+            pack.samples if own else None,
+        )
+        with model.scope.inside(scope):
+            local = model.scope.mark(call.run(partial(_seeded, call), attending=False), scope)
+        if not model.chunk.post_process:
+            raise StageOutput(local)
+        self.last_output = local
+        return call.gathered(local)
+
+    def _refuse_second(self, call: RegionCall) -> None:
+        """In a pipeline the first call ends the step on all stages but the last, which would wait there for ever."""
+        model, before = self.module, self._last
+        again = before is not None and before[0] is call.pack and before[1] is model.chunk
+        if again and model.config.pipeline_model_parallel_size > 1:
+            raise RegionError(
+                f"region {call.name!r} is called twice in a step under pipeline_model_parallel_size="
+                f"{model.config.pipeline_model_parallel_size}: a micro-batch goes through the stages once. Join the calls "
+                "into one (chosen and rejected answers as rows of one tensor, say), or use pipeline_model_parallel_size=1"
+            )
+        self._last = call.pack, model.chunk
+
+
+def _seeded(call: RegionCall, **arguments: Any) -> Any:
+    seed_states(call.seed)
+    return call.forward(**arguments)

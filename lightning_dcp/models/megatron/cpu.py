@@ -1,0 +1,224 @@
+"""Megatron-Core on CPU ranks: stand-ins for what it takes from ``torch.cuda``.
+
+Megatron-Core is written for CUDA: it asks for the current device, makes streams and events, and names ``"cuda"`` where it
+makes tensors. Each of its modules holds torch as a global name; on a run without a GPU that name is given a torch whose
+``cuda`` is the CPU. torch itself, and every other package's view of it, stays as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_PACKAGE = "megatron.core"
+_LOADED_FIRST = (
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.moe.experts",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.distributed.finalize_model_grads",
+    "megatron.core.tensor_parallel.random",
+)
+"""Modules that import others when they are used; loaded before the stand-ins are given out."""
+
+_FACTORIES = (
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "rand", "randn", "randint"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided", "eye"),
+)
+_SWITCHED = "_lightning_dcp_on_cpu"
+
+
+class _Nothing:
+    """A stream or an event: whatever is asked of it has been done already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _Nothing()
+
+
+class _Cuda:
+    """``torch.cuda`` of a machine whose only device is the CPU; the rest is torch's own."""
+
+    Stream = Event = _Nothing
+    FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
+    default_generators = (torch.default_generator,)
+    nvtx = _Nothing()
+
+    def __init__(self) -> None:
+        self.random = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    @staticmethod
+    def current_device() -> torch.device:
+        return torch.device("cpu")
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    @staticmethod
+    def manual_seed(seed: int) -> None:
+        torch.manual_seed(seed)
+
+    @staticmethod
+    def stream(stream: Any) -> Any:
+        return nullcontext()
+
+    @staticmethod
+    def current_stream(device: Any = None) -> _Nothing:
+        return _Nothing()
+
+    default_stream = current_stream
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        return None
+
+    set_device = empty_cache = synchronize
+
+
+def _on_cpu(device: Any) -> Any:
+    return "cpu" if device is not None and torch.device(device).type == "cuda" else device
+
+
+def _moved(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    moved = dict(arguments)
+    if "device" in moved:
+        moved["device"] = _on_cpu(moved["device"])
+    if moved.get("pin_memory"):
+        moved["pin_memory"] = False
+    return moved
+
+
+def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **_moved(kwargs))
+
+    return made
+
+
+class _Torch(types.ModuleType):
+    """torch as Megatron-Core sees it on a CPU rank."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _Cuda()
+        for name in _FACTORIES:
+            setattr(self, name, _factory(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_TORCH = _Torch()
+
+
+def use_cpu() -> None:
+    """Give Megatron-Core's modules the stand-ins, for the life of this process. Does nothing the second time.
+
+    Functions that it wraps in ``torch.compile`` are unwrapped: compiling small functions for the CPU takes longer than
+    they ever run.
+    """
+    for name in _LOADED_FIRST:
+        importlib.import_module(name)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PACKAGE) and module is not None and not hasattr(module, _SWITCHED):
+            _switch(module)
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_no_rng_warning)
+
+
+def _switch(module: types.ModuleType) -> None:
+    setattr(module, _SWITCHED, True)
+    names = vars(module)
+    if names.get("torch") is torch:
+        module.torch = _TORCH  # type: ignore[attr-defined]
+    for name, value in list(names.items()):
+        original = getattr(value, "_torchdynamo_orig_callable", None)
+        if original is not None:
+            setattr(module, name, original)
+        elif isinstance(value, type) and value.__module__ == module.__name__:
+            _uncompile_methods(value)
+    vars(module).update(_STAND_INS.get(module.__name__, {}))
+    if "maybe_move_tensor_to_cpu" in names:
+        module.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
+
+
+def _uncompile_methods(kind: type) -> None:
+    for name, value in list(vars(kind).items()):
+        original = getattr(value, "_torchdynamo_orig_callable", None)
+        if original is not None:
+            setattr(kind, name, original)
+
+
+def _no_rng_warning(record: logging.LogRecord) -> bool:
+    """The device's generator is the CPU's here, so that its tracker always finds the CPU's changed."""
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Split sizes are wanted as an array, which Megatron-Core makes of tensors on a GPU only."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+_STAND_INS: dict[str, dict[str, Any]] = {
+    "megatron.core.tensor_parallel.random": {"_get_cuda_rng_state": _get_state, "_set_cuda_rng_state": _set_state},
+    "megatron.core.transformer.moe.moe_utils": {"te_general_gemm": None},
+}
+"""Functions of Megatron-Core's that reach below ``torch.cuda``, by module."""
+
+
+class _CudaMethods(TorchFunctionMode):
+    """``tensor.cuda()`` and ``tensor.to("cuda")`` leave tensors where they are."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = [args[0], *(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args[1:])]
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **_moved(kwargs or {}))
+
+
+@contextmanager
+def on_cpu(device: torch.device) -> Iterator[None]:
+    """Around Megatron-Core code that moves tensors to ``"cuda"`` by their methods; does nothing on other devices."""
+    if device.type != "cpu":
+        yield
+        return
+    use_cpu()
+    with _CudaMethods():
+        yield

@@ -1,0 +1,107 @@
+"""Gradients and first values of models whose ranks hold different weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.parallel.clock import WaitClock
+from lightning_dcp.parallel.gradients import all_reduce_gradients
+from lightning_dcp.parallel.groups import ParallelGroups
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether a weight belongs to experts, which lie on some ranks of the plane only."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def megatron_models(module: nn.Module) -> list[MegatronModel]:
+    """All Megatron-Core models of a module, in order."""
+    return [child for child in module.modules() if isinstance(child, MegatronModel)]
+
+
+def reduce_gradients(module: nn.Module, groups: ParallelGroups, clock: WaitClock) -> None:
+    """Sum the gradients of a step over all ranks that hold the same weights. Collective over the world.
+
+    Dense weights are summed over the plane, experts over the ranks that hold the same ones. Then Megatron-Core's
+    ``finalize_model_grads`` does what it does after a backward: it adds up the gradients of norms and routers over
+    tensor-parallel ranks, those of shared embeddings over the first and the last stage, and moves the experts' biases. Weights
+    outside the models lie on every stage, and get their gradients from the last; they are summed over the stages, so that
+    the copies stay the same.
+    """
+    models = megatron_models(module)
+    inside = {id(p) for model in models for p in model.parameters()}
+    trainable = [p for model in models for p in model.parameters() if p.requires_grad]
+    for parameter in trainable:
+        if parameter.grad is None:  # as Megatron-Core's gradient buffers, which are there before a token comes
+            parameter.grad = torch.zeros_like(parameter)
+    outside = [p for p in module.parameters() if id(p) not in inside]
+    all_reduce_gradients([p for p in trainable if not is_expert(p)], groups.plane, clock)
+    all_reduce_gradients(outside, groups.plane, clock)
+    if groups.pipeline is not None:
+        all_reduce_gradients(outside, groups.pipeline, clock)
+    if groups.expert_data is not None:
+        all_reduce_gradients([p for p in trainable if is_expert(p)], groups.expert_data, clock)
+    for model in models:
+        if any(p.requires_grad for p in model.parameters()):
+            _finalize(model, clock)
+
+
+def _finalize(model: MegatronModel, clock: WaitClock) -> None:
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    with clock.waiting():
+        finalize_model_grads([_Chunk(chunk) for chunk in model.chunks])
+
+
+class _Chunk:
+    """A chunk as ``finalize_model_grads`` wants it: wrapped for data parallelism, with the sums already done."""
+
+    ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+
+    def __init__(self, chunk: nn.Module) -> None:
+        self.chunk = chunk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.chunk, name)
+
+    def finish_grad_sync(self, **unused: Any) -> None:
+        """Nothing is left to do."""
+
+
+def sync_parameters(module: nn.Module, groups: ParallelGroups) -> None:
+    """Give all ranks that hold the same weights the values of the first of them. Collective over the world.
+
+    What the DDP wrapper of other strategies does from rank 0, which here holds the weights of one place only.
+    """
+    models = megatron_models(module)
+    inside = {id(t) for model in models for t in (*model.parameters(), *model.buffers())}
+    tensors = [*module.parameters(), *module.buffers()]
+    outside = [t for t in tensors if id(t) not in inside]
+    held = [t for t in tensors if id(t) in inside]
+    _broadcast(outside, dist.group.WORLD)
+    _broadcast([t for t in held if not is_expert(t)], groups.plane)
+    if groups.expert_data is not None:
+        _broadcast([t for t in held if is_expert(t)], groups.expert_data)
+    if groups.tensor is not None:
+        _broadcast([t for t in held if not is_split(t)], groups.tensor)
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether tensor-parallel ranks hold different parts of a weight."""
+    return bool(getattr(tensor, "tensor_model_parallel", False)) or is_expert(tensor)
+
+
+@torch.no_grad()
+def _broadcast(tensors: Sequence[Tensor], group: Any) -> None:
+    if dist.get_world_size(group) == 1:
+        return
+    first = dist.get_process_group_ranks(group)[0]
+    for tensor in tensors:
+        dist.broadcast(tensor.data, first, group=group)

@@ -1,0 +1,201 @@
+"""A Megatron-Core GPT model, as one module that is called like any other: its stages, chunks and positions are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dcp.errors import ConfigurationError, Problem
+from lightning_dcp.models.megatron.cpu import on_cpu
+from lightning_dcp.models.megatron.scope import Scope
+
+Provider = Callable[..., nn.Module]
+"""``provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel``, as Megatron-LM's model providers."""
+
+
+class MegatronModel(nn.Module):
+    """This rank's part of a Megatron-Core GPT model: one chunk, or several with a virtual pipeline.
+
+    Made in ``LightningModule.configure_model``, when the process groups are there::
+
+        def configure_model(self):
+            if self.model is None:
+                self.model = MegatronModel(self.provider)
+
+        def provider(self, pre_process, post_process, vp_stage):
+            config = TransformerConfig(..., **model_parallel_fields(self.trainer.strategy))
+            return GPTModel(config, layer_spec(config), ..., pre_process=pre_process, post_process=post_process,
+                            vp_stage=vp_stage)
+
+    Under :class:`~lightning_dcp.DCPStrategy` it is a context-parallel region: called with whole samples, it gives what
+    Megatron-Core's model gives of them on one rank: logits, or one loss a token if ``labels`` are given. These are
+    Megatron-Core's labels: shifted, the target of each position (:func:`lightning_dcp.shifted_labels` makes them).
+
+    Args:
+        provider: makes the chunk that has the embedding (``pre_process``), the head (``post_process``) or neither.
+        device: where the model will lie; by default the current accelerator if the process group's backend is NCCL,
+            else the CPU.
+
+    Attributes:
+        chunks: this rank's chunks, in the order of the layers.
+        scope: what layers may ask about the call that they are part of.
+
+    Raises:
+        ConfigurationError: no process groups yet.
+    """
+
+    def __init__(self, provider: Provider, device: torch.device | None = None) -> None:
+        super().__init__()
+        from megatron.core import parallel_state
+
+        if not parallel_state.model_parallel_is_initialized():
+            raise ConfigurationError(
+                [
+                    Problem(
+                        "a MegatronModel",
+                        "no model-parallel process groups yet (they are made when a run starts)",
+                        "make it in LightningModule.configure_model, and run under Trainer(strategy=DCPStrategy(...))",
+                    )
+                ]
+            )
+        self.device_type = _device_type(device)
+        size = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        with on_cpu(torch.device(self.device_type)):
+            self.chunks = nn.ModuleList(self._chunk(provider, stage, size) for stage in range(size))
+        self.scope = Scope()
+        for layer in self.modules():
+            if layer is not self and hasattr(layer, "scope"):
+                vars(layer)["scope"] = self.scope
+        self._chunk_number = 0
+
+    @staticmethod
+    def _chunk(provider: Provider, stage: int, size: int) -> nn.Module:
+        from megatron.core import parallel_state
+
+        virtual = {"ignore_virtual": False, "vp_stage": stage} if size > 1 else {}
+        return provider(
+            pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+            post_process=parallel_state.is_pipeline_last_stage(**virtual),
+            vp_stage=stage if size > 1 else None,
+        )
+
+    @property
+    def config(self) -> Any:
+        """The TransformerConfig of the chunks."""
+        return self.chunk.config
+
+    @property
+    def chunk(self) -> Any:
+        """The chunk that a call runs."""
+        return self.chunks[self._chunk_number]
+
+    @contextmanager
+    def running(self, number: int) -> Iterator[None]:
+        """Calls inside run the chunk of this number."""
+        before, self._chunk_number = self._chunk_number, number
+        try:
+            yield
+        finally:
+            self._chunk_number = before
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Run the chunk under way.
+
+        Args:
+            input_ids: ``[B, T]``.
+            position_ids: of each token in its sample, ``[B, T]``; 0, 1, 2, ... by default.
+            attention_mask: taken and not used: attention is causal, and sample borders come from the pack. Outside a
+                region each row is a sequence of its own; padding behind it changes nothing before it.
+            labels: the target of each position, ``[B, T]``; any negative number where there is none.
+            **options: further arguments of ``GPTModel.forward``.
+
+        Returns:
+            Losses ``[B, T]`` with labels, else logits ``[B, T, vocabulary]``; on a stage before the last, the hidden
+            states ``[T, B, hidden]`` for the next.
+        """
+        chunk = self.chunk
+        if position_ids is None and input_ids is not None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        if labels is None:
+            options.setdefault("runtime_gather_output", True)  # logits of the whole vocabulary
+        with rotated_at(chunk, position_ids):
+            return chunk(input_ids=input_ids, position_ids=position_ids, attention_mask=None, labels=labels, **options)
+
+
+@contextmanager
+def rotated_at(chunk: Any, position_ids: Tensor | None) -> Iterator[None]:
+    """Make a model's rotary embedding give the angles of these positions.
+
+    Megatron-Core's takes a length and gives those of positions 0, 1, 2, ...; cut, if at all, by the static CP group. With
+    the angles of the tokens at hand its layers need to know nothing of packs and groups.
+
+    Args:
+        chunk: the GPTModel.
+        position_ids: ``[B, T]``.
+    """
+    rotary = getattr(chunk, "rotary_pos_emb", None)
+    if rotary is None or position_ids is None:
+        yield
+        return
+    whole = type(rotary).forward
+
+    def angles(max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
+        length = int(position_ids.max()) + 1 if position_ids.numel() else 1
+        made = whole(rotary, length, packed_seq=True)
+        table, *rest = made if isinstance(made, tuple) else (made,)
+        chosen = table[:, 0, 0][position_ids.t().to(table.device)].unsqueeze(2)  # [T, B, 1, D]
+        return (chosen, *rest) if rest else chosen
+
+    rotary.forward = angles
+    try:
+        yield
+    finally:
+        del rotary.forward
+
+
+def model_parallel_fields(strategy: Any = None) -> dict[str, Any]:
+    """What a TransformerConfig says of the layout, from the process groups in force.
+
+    For configs of your own: ``TransformerConfig(num_layers=..., **model_parallel_fields(self.trainer.strategy))``. Sequence
+    lengths vary from micro-batch to micro-batch, and losses are weighted by the strategy alone.
+
+    Args:
+        strategy: the run's :class:`~lightning_dcp.DCPStrategy`, which knows whether it is ``sequence_parallel``.
+    """
+    from megatron.core import parallel_state
+
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    fields = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": pipeline,
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "sequence_parallel": bool(getattr(strategy, "sequence_parallel", False)),
+        "context_parallel_size": 1,
+        "variable_seq_lengths": pipeline > 1,
+        "calculate_per_token_loss": True,
+    }
+    if fields["virtual_pipeline_model_parallel_size"] is not None:
+        # With two stages the next is the one before, too: sent in one batch, activations and gradients would be mixed up.
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return fields
+
+
+def _device_type(device: torch.device | None) -> str:
+    if device is not None:
+        return device.type
+    import torch.distributed as dist
+
+    return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
