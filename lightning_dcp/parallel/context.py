@@ -76,6 +76,11 @@ class CPContext:
         return self.num_local_tokens + self.num_fill_tokens
 
     @cached_property
+    def is_real(self) -> Tensor:
+        """Which of the tokens that a region's module sees are tokens of samples, bool ``[num_region_tokens]``."""
+        return torch.arange(self.num_region_tokens, device=self.device) < self.num_local_tokens
+
+    @cached_property
     def tokens(self) -> list[int]:
         """Tokens of the pack that each rank of the group holds."""
         return [self.layout.tokens(rank) for rank in range(self.size)]
