@@ -24,7 +24,9 @@ def _describe_groups(tensor_parallel: int) -> dict[str, Any]:
     return {
         "plane": groups.plane_ranks,
         "rank": groups.rank,
-        "plane_handles": [dist.get_process_group_ranks(g) for g in (groups.plane, groups.control)],
+        "plane_handle": dist.get_process_group_ranks(groups.plane),
+        "control": dist.get_process_group_ranks(groups.control),
+        "speaks": groups.speaks,
         "control_backend": dist.get_backend(groups.control),
         "megatron": dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         "megatron_tensor": dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
@@ -96,12 +98,14 @@ def test_a_rank_is_given_its_own_aligned_blocks_and_no_others(found: Described) 
             assert granted == (plane[first : first + size] if aligned else None), (first, size)
 
 
-def test_megatrons_state_and_the_control_group_are_of_the_same_plane(found: Described) -> None:
+def test_megatrons_state_is_of_the_same_plane_and_the_control_group_of_the_world(found: Described) -> None:
     tensor_parallel = len(found) // len(found[0]["plane"])
     for rank, own in enumerate(found):
         assert own["megatron"] == list(own["plane"])
-        assert own["plane_handles"] == [list(own["plane"])] * 2
+        assert own["plane_handle"] == list(own["plane"])
+        assert own["control"] == list(range(len(found)))
         assert own["control_backend"] == "gloo"
+        assert own["speaks"] == (rank % tensor_parallel == 0)
         start = rank - rank % tensor_parallel
         assert own["megatron_tensor"] == list(range(start, start + tensor_parallel))
 
