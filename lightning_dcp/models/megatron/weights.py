@@ -9,17 +9,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dcp.models.megatron.gradients import is_expert
+from lightning_dcp.errors import RegionError
 from lightning_dcp.models.megatron.model import MegatronModel
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.|(?<=linear_fc[12])\.weight(\d+)$")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.|(?<=linear_fc[12])\.(weight|bias)(\d+)$")
+"""An expert's number: a layer of its own each, or a parameter of one grouped layer."""
+_JOINED_EXPERTS = re.compile(r"\.experts\.weight[12]$")
+"""All experts of a rank in one parameter."""
+_EXPERT_SPLIT = ((re.compile(r"\.linear_fc1\."), 0), (re.compile(r"\.linear_fc2\.weight"), 1))
+"""By which dimension expert-tensor-parallel ranks share a weight. The attributes that tell it of other weights are wrong
+for Transformer Engine's experts, whose communication is Megatron-Core's."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Weight:
     """
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     split_dim: int | None
     group: Any
     gated: bool
@@ -67,7 +74,11 @@ class Weight:
 
 
 def weights_of(model: MegatronModel) -> Iterator[Weight]:
-    """This rank's weights and buffers that are saved (expert biases), those of all its chunks."""
+    """This rank's weights, and its buffers that are saved (the experts' biases in routing), those of all its chunks.
+
+    Raises:
+        RegionError: experts in one joined parameter, as ``GroupedMLP`` without Transformer Engine holds them.
+    """
     from megatron.core import parallel_state
 
     config = model.config
@@ -77,22 +88,40 @@ def weights_of(model: MegatronModel) -> Iterator[Weight]:
     )
     first_expert = parallel_state.get_expert_model_parallel_rank() * _experts_here(config)
     for chunk in model.chunks:
-        for name, parameter in chunk.named_parameters():
-            expert = is_expert(parameter)
-            group = expert_tensor if expert else tensor
-            split = bool(getattr(parameter, "tensor_model_parallel", False)) or (expert and group.size() > 1)
-            dim = getattr(parameter, "partition_dim", 0) if split else None
-            gated = bool(config.gated_linear_unit) and "linear_fc1" in name
+        for name, parameter in (*chunk.named_parameters(), *_saved_buffers(chunk)):
+            if _JOINED_EXPERTS.search(name):
+                raise RegionError(
+                    f"{name} holds all experts of a rank in one parameter, which no single expert can be read from. Use "
+                    "moe_grouped_gemm=False, or backend='transformer_engine'"
+                )
+            expert = _EXPERT.search(name) is not None
+            dim = _expert_split(name) if expert else _split(parameter)
+            gated = bool(config.gated_linear_unit) and "linear_fc1" in name and "layer_norm" not in name
             copied = bool(getattr(parameter, "shared_embedding", False)) and not chunk.pre_process
+            group = expert_tensor if expert else tensor
             yield Weight(_whole_name(chunk, name, first_expert), parameter, dim, group, gated, expert, copied)
 
 
-def whole_weights(
-    model: MegatronModel, value: Callable[[nn.Parameter], Tensor | None] = lambda p: p
-) -> dict[str, Tensor]:
+def _saved_buffers(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _split(parameter: Tensor) -> int | None:
+    return int(getattr(parameter, "partition_dim", 0)) if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def _expert_split(name: str) -> int | None:
+    return next((dim for found, dim in _EXPERT_SPLIT if found.search(name)), None)
+
+
+def whole_weights(model: MegatronModel, value: Callable[[Tensor], Tensor | None] = lambda p: p) -> dict[str, Tensor]:
     """All weights of the whole model, or tensors like them, on every rank and on the CPU. Collective over the world.
 
-    For small models: every rank holds all of it.
+    For small models: every rank holds all of it. :func:`~lightning_dcp.models.megatron.huggingface.save_huggingface` writes
+    large ones.
 
     Args:
         model: the model.
@@ -132,10 +161,10 @@ def _whole_name(chunk: Any, name: str, first_expert: int) -> str:
     if layer is None:
         return name
     number = chunk.decoder.layers[int(layer[1])].layer_number - 1
-    name = f"decoder.layers.{number}.{name[layer.end() :]}"
-    return _EXPERT.sub(
-        lambda found: (
-            f".local_experts.{int(found[1]) + first_expert}." if found[1] else f".weight{int(found[2]) + first_expert}"
-        ),
-        name,
-    )
+    return _EXPERT.sub(partial(_numbered, first_expert), f"decoder.layers.{number}.{name[layer.end() :]}")
+
+
+def _numbered(first_expert: int, found: re.Match[str]) -> str:
+    if found[1]:
+        return f".local_experts.{int(found[1]) + first_expert}."
+    return f".{found[2]}{int(found[3]) + first_expert}"
