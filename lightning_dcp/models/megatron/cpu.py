@@ -162,6 +162,8 @@ def _switch(module: types.ModuleType) -> None:
         elif isinstance(value, type) and value.__module__ == module.__name__:
             _uncompile_methods(value)
     vars(module).update(_STAND_INS.get(module.__name__, {}))
+    for name, wrapper in _WRAPPERS.get(module.__name__, {}).items():
+        setattr(module, name, wrapper(names[name]))
     if "maybe_move_tensor_to_cpu" in names:
         module.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
 
@@ -196,6 +198,47 @@ _STAND_INS: dict[str, dict[str, Any]] = {
     "megatron.core.transformer.moe.moe_utils": {"te_general_gemm": None},
 }
 """Functions of Megatron-Core's that reach below ``torch.cuda``, by module."""
+
+
+def _unequal_gather(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gloo's ``all_gather`` takes equal parts only; its ``all_to_all`` takes any."""
+
+    @wraps(gather)
+    def gathered(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *rest)
+        out = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
+        copies = torch.cat([input_] * group.size())
+        sent = [len(input_)] * group.size()
+        torch.distributed.all_to_all_single(out, copies, list(output_split_sizes), sent, group=group)
+        return out
+
+    return gathered
+
+
+def _unequal_reduce_scatter(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(scatter)
+    def scattered(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, *rest)
+        own = input_split_sizes[group.rank()]
+        parts = input_.new_empty((group.size(), own, *input_.shape[1:]))
+        sent = list(input_split_sizes)
+        torch.distributed.all_to_all_single(
+            parts.flatten(0, 1), input_.contiguous(), [own] * group.size(), sent, group=group
+        )
+        return parts.sum(0)
+
+    return scattered
+
+
+_WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
+    "megatron.core.tensor_parallel.mappings": {
+        "_gather_along_first_dim": _unequal_gather,
+        "_reduce_scatter_along_first_dim": _unequal_reduce_scatter,
+    },
+}
+"""Functions of Megatron-Core's that gloo cannot carry out for all arguments, by module, and what they are wrapped in."""
 
 
 class _CudaMethods(TorchFunctionMode):
