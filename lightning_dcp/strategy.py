@@ -36,11 +36,13 @@ from lightning_dcp.errors import BatchError, raise_problems
 from lightning_dcp.launcher import DCPSubprocessLauncher
 from lightning_dcp.loss.weighting import LossNormalization, backward_scale
 from lightning_dcp.models.megatron import MegatronAdapter, MegatronModel
+from lightning_dcp.models.megatron.clipping import clip_by_norm, gradient_norm
 from lightning_dcp.models.megatron.gradients import megatron_models, reduce_gradients, sync_parameters
 from lightning_dcp.models.megatron.pipeline import LossOfNothing, run_schedule
 from lightning_dcp.models.region import Regions, backward_of_nothing
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.groups import ParallelGroups, initialize_groups
+from lightning_dcp.parallel.loss_scale import share_found_infinities
 from lightning_dcp.parallel.randomness import seed_of
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
@@ -542,7 +544,9 @@ class DCPStrategy(DDPStrategy):
         """Hand the loss to the pipeline's schedule, which runs the backward."""
         loss = loss_of(output)
         if work.weight:
-            self._scaled_loss = loss * backward_scale(work.weight, work.copies, accumulate)
+            scaled = loss * backward_scale(work.weight, work.copies, accumulate)
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            self._scaled_loss = scaled if scaler is None else scaler.scale(scaled)
         else:
             adapter = next(a for a in self.regions.adapters.values() if isinstance(a, MegatronAdapter))
             self._scaled_loss = LossOfNothing.apply(adapter.last_output)
@@ -568,6 +572,38 @@ class DCPStrategy(DDPStrategy):
                 reduce_gradients(module, self.groups, self.clock)
         return self.precision_plugin.post_backward(closure_loss, module)
 
+    def gradient_norm(self, optimizer: Optimizer | None = None, *, norm_type: float = 2.0) -> Tensor:
+        """The norm of the step's gradients, as one process has it. Collective over the world where ranks hold different weights.
+
+        For hooks between the backward and the optimizer step, on every rank, such as ``on_before_optimizer_step``, which runs
+        before gradients are clipped. ``lightning.pytorch.utilities.grad_norm``, and torch's ``clip_grad_norm_`` called by
+        hand, see only what this rank holds: under tensor, pipeline or expert parallelism that is a part.
+
+        Args:
+            optimizer: whose parameters to look at; by default all of the module's.
+            norm_type: p of the p-norm; ``math.inf`` for the largest entry.
+
+        Returns:
+            float64 without dimensions, the same on all ranks; NaN or infinite on all if a gradient is on any.
+        """
+        module = self._module
+        parameters = module.parameters() if optimizer is None else self.precision_plugin.main_params(optimizer)
+        with self._naming_failures():
+            return gradient_norm(parameters, module, self.groups, self.clock, norm_type=norm_type)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """In place of the precision plugin's, which knows this rank's gradients only."""
+        clip_by_norm(self.precision_plugin.main_params(optimizer), clip_val, self.gradient_norm(optimizer))
+
+    def setup_precision_plugin(self) -> None:
+        """Make the plugin clip by the norm over all ranks (unless it has its own way), and skip steps on all ranks or none."""
+        super().setup_precision_plugin()
+        plugin: Any = self.precision_plugin
+        if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+            plugin.clip_grad_by_norm = self._clip_grad_by_norm
+        if self.topology.is_model_parallel:
+            share_found_infinities(plugin)
+
     # ------------------------------------------------------------- the end
 
     def _naming_failures(self) -> AbstractContextManager[None]:
@@ -591,6 +627,7 @@ class DCPStrategy(DDPStrategy):
             warnings.filters.remove(self._warning_filter)  # type: ignore[attr-defined]
         if self.lightning_module is not None:
             release_metrics(self.lightning_module)
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
 
 

@@ -1,0 +1,156 @@
+"""The gradient norm and clipping over ranks that hold parts, copies and experts; one process is the oracle."""
+
+import math
+from dataclasses import dataclass
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from lightning_dcp import GradientNorm
+from tests.megatron import runs
+from tests.megatron.test_parity import LENGTHS, given
+from tests.support.training import assert_same, loader, trainer
+
+SPLIT = "layers.0.self_attention.linear_proj.weight"
+COPIED = "layers.0.input_layernorm.weight"
+OUTSIDE = "head.weight"
+EXPERT = "layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+NAN, INF = math.nan, math.inf
+
+
+@dataclass
+class Case:
+    """Entries of the gradient by weight and rank, and the norm that all ranks must find."""
+
+    entries: dict
+    norm: float
+    norm_type: float = 2.0
+
+
+SPLIT_CASES = {
+    "parts of 3 and 4": Case({SPLIT: (3, 4)}, 5),
+    "a copy of 5": Case({COPIED: (5, 5)}, 5),
+    "outside the model": Case({OUTSIDE: (5, 5)}, 5),
+    "together": Case({SPLIT: (3, 4), COPIED: (12, 12)}, 13),
+    "largest entry": Case({SPLIT: (3, -4)}, 4, INF),
+    "p of 1": Case({SPLIT: (3, -4), COPIED: (1, 1)}, 8, 1.0),
+    "NaN on a rank": Case({SPLIT: (3, NAN)}, NAN),
+    "largest NaN": Case({SPLIT: (NAN, 3)}, NAN, INF),
+    "infinite on a rank": Case({SPLIT: (3, INF)}, INF),
+}
+PLANE_CASES = {"a copy of 5": Case({SPLIT: (5, 5)}, 5)}
+EXPERT_CASES = {"experts 3 and 4, dense 12": Case({EXPERT: (3, 4), SPLIT: (12, 12)}, 13)}
+
+
+class Given(L.Callback):
+    """Puts gradients of the test's own in place of the step's, and has the module clip them by a norm of 1."""
+
+    def __init__(self, cases):
+        self.cases, self.found = cases, {}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        parameters = dict(pl_module.named_parameters())
+        for name, case in self.cases.items():
+            for parameter in parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            chosen = [next(p for n, p in parameters.items() if n.endswith(part)) for part in case.entries]
+            for parameter, values in zip(chosen, case.entries.values(), strict=True):
+                parameter.grad.view(-1)[0] = values[trainer.global_rank]
+            norm = float(trainer.strategy.gradient_norm(optimizer, norm_type=case.norm_type))
+            pl_module.clip_gradients(optimizer, 1.0, "norm")
+            self.found[name] = norm, [float(p.grad.view(-1)[0]) for p in chosen]
+        optimizer.zero_grad()
+
+
+def given_gradients(config, strategy, cases):
+    callback = Given(cases)
+    module = runs.SmallGPT(config | {"num_layers": 1})
+    module.head = torch.nn.Linear(1, 1)
+    trainer(strategy=strategy, callbacks=[callback]).fit(module, loader((6, 5), 2, "packed"))
+    return callback.found
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy", "cases"),
+    [
+        (runs.DENSE, {"tensor_model_parallel_size": 2}, SPLIT_CASES),
+        (runs.DENSE, {}, PLANE_CASES),
+        (runs.MOE, {"expert_model_parallel_size": 2}, EXPERT_CASES),
+    ],
+    ids=["TP2", "plane", "EP2"],
+)
+def test_each_parameter_counts_once_and_all_ranks_scale_alike(ranks, config, strategy, cases):
+    for rank, found in enumerate(ranks.run(given_gradients, 2, config, strategy, cases)):
+        for name, case in cases.items():
+            norm, clipped = found[name]
+            assert norm == pytest.approx(case.norm, nan_ok=True), name
+            total = sum(c**2 for values in case.entries.values() for c in set(values)) ** 0.5
+            expected = [values[rank] / (total + 1e-6) for values in case.entries.values()]
+            assert clipped == pytest.approx(expected, nan_ok=True), name
+
+
+class Watched(runs.SmallGPT):
+    """Logs the norm, and has a head of its own behind the model; clips in its own hook where it is told to."""
+
+    def __init__(self, config, *, hook=False, **options):
+        super().__init__(config, **options)
+        self.hook = hook
+
+    def configure_callbacks(self):
+        return [GradientNorm()]
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        own = 0.2 if self.hook else gradient_clip_val
+        self.clip_gradients(optimizer, gradient_clip_val=own, gradient_clip_algorithm=gradient_clip_algorithm)
+
+
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+CLIPPED = {
+    "by norm": ({"gradient_clip_val": 0.2}, {}),
+    "by value": ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
+    "in a hook": ({}, {"hook": True}),
+}
+TIED = {"clipped": ({"gradient_clip_val": 0.2}, {}), "not clipped": ({}, {})}
+
+
+def runs_of(config, world, layout, which, **module):
+    sizes = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1)
+    strategy = {"scheduler": given(world // sizes), **layout}
+    return {
+        name: runs.fit(config, LENGTHS, len(LENGTHS), strategy, make=Watched, module=module | own, **options)
+        for name, (options, own) in which.items()
+    }
+
+
+def norm_of(gradients):
+    return math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+
+
+def assert_agree(ranks, world, config, layout, which, **module):
+    oracle = ranks.run(runs_of, 1, config, 1, {}, which, **module)[0]
+    for found in ranks.run(runs_of, world, config, world, layout, which, **module):
+        for name, own in found.items():
+            assert_same(own, oracle[name], 1e-9)
+            norm = norm_of(own["gradients"][-1])
+            assert own["logged"]["grad_norm"] == pytest.approx(norm, rel=1e-9)
+            assert norm > 0.2  # so that there was something to clip
+
+
+@pytest.mark.parametrize(
+    ("layout", "which"),
+    [(TP2_SP, CLIPPED), (PP2, {"by norm": CLIPPED["by norm"]})],
+    ids=["TP2+SP", "PP2"],
+)
+def test_clipped_runs_agree_with_one_process(ranks, layout, which):
+    assert_agree(ranks, 4, runs.DENSE, layout, which)
+
+
+def test_tied_embeddings_of_two_stages_are_one_weight(ranks):
+    assert_agree(ranks, 4, runs.DENSE, PP2, TIED, share_embeddings_and_output_weights=True)
+
+
+def test_clipped_experts_agree_with_one_process(ranks):
+    layout = TP2_SP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    assert_agree(ranks, 4, runs.MOE, layout, {"by norm": CLIPPED["by norm"]})
