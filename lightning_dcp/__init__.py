@@ -7,7 +7,7 @@ groups.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dcp.batch import PackedBatch
-from lightning_dcp.callbacks import GradientNorm, PerformanceMonitor, RunSummary, SchedulerCallback
+from lightning_dcp.callbacks import GradientNorm, PerformanceMonitor, RouterReplay, RunSummary, SchedulerCallback
 from lightning_dcp.errors import ConfigurationError, DCPError
 from lightning_dcp.loss import next_token_loss
 from lightning_dcp.megatron_gpt import MegatronGPT
