@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dcp.batch.labels import Batch, shifted_labels
+from lightning_dcp.errors import raise_problems
 from lightning_dcp.lm import LanguageModel
-from lightning_dcp.models.megatron import MegatronModel, layer_spec, model_parallel_fields
+from lightning_dcp.models.megatron import MegatronModel, compat, layer_spec, model_parallel_fields
+from lightning_dcp.models.megatron.problems import gpt_problems
 from lightning_dcp.models.megatron.spec import Backend
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -75,19 +77,37 @@ class MegatronGPT(LanguageModel):
         }
 
     def configure_model(self) -> None:
-        """Make this rank's part of the model."""
-        if not isinstance(self.model, MegatronModel):
-            self.model = MegatronModel(self.provider)
+        """Make this rank's part of the model.
+
+        Raises:
+            ConfigurationError: all problems of the config at once, before anything is made.
+        """
+        if isinstance(self.model, MegatronModel):
+            return
+        topology = getattr(self.trainer.strategy, "topology", None)
+        if topology is not None:  # of another strategy, which MegatronModel refuses, nothing can be said
+            compat.load()
+            raise_problems(
+                gpt_problems(
+                    self.config,
+                    settled=self._settled(),
+                    defaults=DEFAULTS,
+                    topology=topology,
+                    backend=self.backend,
+                    on_gpu=self._on_gpu,
+                    vocab_size=self.gpt_options["vocab_size"],
+                )
+            )
+        self.model = MegatronModel(self.provider)
 
     def provider(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
         """One chunk of the model."""
         from megatron.core.models.gpt import GPTModel
 
         config = self.transformer_config()
-        on_gpu = self.trainer.strategy.root_device.type == "cuda"
         return GPTModel(
             config,
-            layer_spec(config, self.backend, on_gpu=on_gpu, vp_stage=vp_stage),
+            layer_spec(config, self.backend, on_gpu=self._on_gpu, vp_stage=vp_stage),
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
@@ -95,15 +115,31 @@ class MegatronGPT(LanguageModel):
         )
 
     def transformer_config(self) -> Any:
-        """The TransformerConfig: what was given, the strategy's layout, the trainer's precision."""
+        """The TransformerConfig: what was given, the strategy's layout, the trainer's precision.
+
+        Raises:
+            ConfigurationError: Megatron-Core refuses it.
+        """
         from megatron.core.transformer import TransformerConfig
 
-        dtype = _DTYPES.get(str(self.trainer.precision), torch.float32)
-        fields = DEFAULTS | self.config | model_parallel_fields(self.trainer.strategy)
+        fields = DEFAULTS | self.config | self._settled()
         fields["activation_func"] = getattr(nn.functional, fields["activation_func"])
-        fields |= {"params_dtype": dtype, "pipeline_dtype": dtype}
-        fields["use_cpu_initialization"] = self.trainer.strategy.root_device.type == "cpu"
-        return TransformerConfig(**fields)
+        with compat.without_noise(), compat.refusals("config"):
+            return TransformerConfig(**fields)
+
+    def _settled(self) -> dict[str, Any]:
+        """Fields that are not the user's to give."""
+        dtype = _DTYPES.get(str(self.trainer.precision), torch.float32)
+        layout = model_parallel_fields(self.trainer.strategy)
+        return layout | {
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "use_cpu_initialization": not self._on_gpu,
+        }
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trainer.strategy.root_device.type == "cuda"
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss over the batch's targets."""

@@ -18,6 +18,7 @@ from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.errors import Problem, RegionError, raise_problems
 from lightning_dcp.models.discovery import find_regions
 from lightning_dcp.models.dry_run import Finding, dry_run
+from lightning_dcp.models.megatron.arrangement import arrangement_problems, compiled_problems, region_problems
 from lightning_dcp.models.mixing import lies_in, mixing_problem
 from lightning_dcp.models.region import Regions
 
@@ -31,8 +32,10 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
     Raises:
         ConfigurationError: everything that stands against it.
     """
-    problems = list(_step_problems(module, trainer))
+    problems = [*_step_problems(module, trainer), *arrangement_problems(module, strategy.topology)]
     regions = Regions({})
+    if any(compiled_problems(module)):
+        raise_problems(problems)  # no region of a Megatron-Core model lies outside compiled code
     try:
         regions = find_regions(
             module,
@@ -44,6 +47,7 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
         problems.append(
             Problem(f"regions={strategy.region_names}", str(error), "name modules that are there and can be regions")
         )
+    problems += region_problems(regions.modules, strategy.topology)
     mixing = {
         ".".join(filter(None, (name, path))): layer
         for name, adapter in regions.adapters.items()

@@ -12,6 +12,7 @@ from lightning_dcp.errors import Problem, RegionError
 from lightning_dcp.models.adapter import ModelAdapter
 from lightning_dcp.models.call import RegionCall
 from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.models.megatron.model_problems import model_problems
 from lightning_dcp.models.megatron.randomness import seed_states
 from lightning_dcp.models.megatron.scope import PackScope
 from lightning_dcp.models.pack import ActivePack
@@ -44,13 +45,9 @@ class MegatronAdapter(ModelAdapter):
         self.last_output: Tensor | None = None
         self._last: tuple[ActivePack, Any] | None = None
 
-    def mixing(self) -> dict[str, nn.Module]:
-        """None: what mixes tokens is refused by the config."""
-        return {}
-
     def problems(self, name: str) -> Iterator[Problem]:
-        """What the config asks for that does not run over CP groups."""
-        yield from ()
+        """What config and layers ask for that does not run over CP groups."""
+        yield from model_problems(self.module, name)
 
     def call(self, call: RegionCall) -> Any:
         """Run the chunk under way; on a stage before the last, end the step."""

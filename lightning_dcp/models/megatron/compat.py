@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from lightning_dcp.errors import Problem, raise_problems
+from lightning_dcp.errors import ConfigurationError, Problem, raise_problems
 
 TESTED = ("0.16.1", "0.19.2")
 """Releases that the tests run with."""
@@ -145,6 +145,23 @@ def without_noise() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         yield
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Around what Megatron-Core checks itself: its words become a problem of the configuration.
+
+    Args:
+        what: that is made of the user's settings.
+
+    Raises:
+        ConfigurationError: Megatron-Core refuses something.
+    """
+    try:
+        yield
+    except (AssertionError, ImportError, NotImplementedError, TypeError, ValueError) as error:
+        told = f"Megatron-Core {release()} refuses it: {error or type(error).__name__}"
+        raise ConfigurationError([Problem(what, told, "change the settings that this names")]) from error
 
 
 def config_fields() -> frozenset[str]:
