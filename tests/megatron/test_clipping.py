@@ -1,11 +1,13 @@
 """The gradient norm and clipping over ranks that hold parts, copies and experts; one process is the oracle."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_dcp import GradientNorm
 from tests.megatron import runs
@@ -152,5 +154,41 @@ def test_tied_embeddings_of_two_stages_are_one_weight(ranks):
 
 
 def test_clipped_experts_agree_with_one_process(ranks):
-    layout = TP2_SP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    layout = TP2_SP | {"expert_model_parallel_size": 2}
     assert_agree(ranks, 4, runs.MOE, layout, {"by norm": CLIPPED["by norm"]})
+
+
+class Scaled(MixedPrecision):
+    """Loss scaling without 16-bit numbers, so that scaled and plain runs can be compared."""
+
+    def __init__(self):
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+    def forward_context(self):
+        return nullcontext()
+
+
+class Spoilt(runs.SmallGPT):
+    """Finds an infinite gradient on one rank in its second step."""
+
+    def on_after_backward(self):
+        if self.trainer.global_step == 1 and self.trainer.global_rank == 1:
+            next(p for p in self.parameters() if p.grad is not None).grad.view(-1)[0] = INF
+
+
+def scaled(world, layout):
+    sizes = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1)
+    plugin = Scaled()
+    strategy = {"scheduler": given(world // sizes), **layout}
+    options = {"precision": None, "make": Spoilt, "plugins": [plugin], "gradient_clip_val": 0.2}
+    found = runs.fit(runs.DENSE, LENGTHS, len(LENGTHS), strategy, max_epochs=2, **options)
+    return found["weights"], plugin.scaler.get_scale()
+
+
+@pytest.mark.parametrize("layout", [TP2_SP, PP2], ids=["TP2+SP", "PP2"])
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(ranks, layout):
+    one_step = ranks.run(runs_of, 1, runs.DENSE, 1, {}, {"": CLIPPED["by norm"]})[0][""]["weights"]
+    for weights, scale in ranks.run(scaled, 4, 4, layout):
+        assert scale == 512.0
+        for name, weight in one_step.items():
+            torch.testing.assert_close(weights[name].double(), weight, rtol=1e-5, atol=1e-5)
