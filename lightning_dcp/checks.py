@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DistributedSampler
 
-from lightning_dcp.errors import ConfigurationError, Problem, raise_problems
+from lightning_dcp.errors import ConfigurationError, PlanError, Problem, raise_problems
 from lightning_dcp.parallel.layout import LAYOUTS, build_layout
-from lightning_dcp.schedule import CostModel, load_cost_model, preset
+from lightning_dcp.schedule import CostModel, StepPlan, load_cost_model, preset
 from lightning_dcp.schedule.choice import SchedulerChoice
 
 if TYPE_CHECKING:
@@ -64,7 +64,52 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
     problems += _layout_problems(strategy.layout)
     problems += _region_problems(strategy.region_names)
     problems += strategy.attention_settings.problems()
-    return problems + strategy.scheduler_choice.argument_problems()
+    problems += strategy.scheduler_choice.argument_problems()
+    return problems + _model_parallel_problems(strategy)
+
+
+def _model_parallel_problems(strategy: DCPStrategy) -> list[Problem]:
+    """Options that do not go with ranks that hold parts of the weights."""
+    names = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+    sizes = {name: getattr(strategy, name) for name in names}
+    asked = ", ".join(f"{name}={size}" for name, size in sizes.items() if isinstance(size, int) and size > 1)
+    if not asked:
+        return []
+    problems = []
+    if strategy.outputs in ("sharded", "auto"):
+        found = "steps of split models, which see whole samples only"
+        problems.append(Problem(f"outputs={strategy.outputs!r} with {asked}", found, 'use outputs="gathered"'))
+    if strategy.fused_linear_cross_entropy is True:
+        found = "a head whose weights lie on several ranks"
+        remedy = "leave it out: called with labels, Megatron-Core models make no logits of the whole vocabulary"
+        problems.append(Problem(f"fused_linear_cross_entropy=True with {asked}", found, remedy))
+    choice = strategy.scheduler_choice
+    if needs_lockstep(strategy) and choice.kind in ("dynamic", "static") and choice.schedule_mode == "free":
+        found = "stages and experts on other ranks, which have to meet in every micro-batch"
+        remedy = "leave schedule_mode out, or use schedule_mode='lockstep'"
+        problems.append(Problem(f"schedule_mode='free' with {asked}", found, remedy))
+    return problems
+
+
+def check_lockstep(strategy: DCPStrategy, plan: StepPlan) -> None:
+    """Refuse a plan in which ranks would wait for ever for ranks that have no pack; schedulers of others make such plans.
+
+    Raises:
+        PlanError: under pipeline or expert parallelism, a micro-batch that leaves ranks of the plane out.
+    """
+    if not needs_lockstep(strategy):
+        return
+    for number, microbatch in enumerate(plan.microbatches):
+        busy = sum(pack.cp_size for pack in microbatch)
+        if busy < plan.ranks:
+            counts = [len(plan.packs_of(rank)) for rank in range(plan.ranks)]
+            raise PlanError(
+                f"micro-batch {number} of the plan has packs for {busy} of {plan.ranks} ranks; the ranks run {counts} packs "
+                f"(scheduled {strategy._choice.name}). Under pipeline_model_parallel_size="
+                f"{strategy.pipeline_model_parallel_size} and expert_model_parallel_size="
+                f"{strategy.expert_model_parallel_size} stages and experts of all ranks meet in every micro-batch: make plans "
+                "of mode lockstep, or use scheduler='dynamic'."
+            )
 
 
 def _region_problems(names: Any) -> list[Problem]:

@@ -394,7 +394,7 @@ class DCPStrategy(DDPStrategy):
         if self._planner is None:
             raise RuntimeError("the scheduler is made when a run starts")
         with self._naming_failures():
-            return schedule_batch(
+            scheduled = schedule_batch(
                 batch,
                 self._planner,
                 self.groups,
@@ -411,6 +411,8 @@ class DCPStrategy(DDPStrategy):
                 token_multiple=self.tensor_model_parallel_size if self.sequence_parallel else 1,
                 gradient_scale=self._gradient_scale(),
             )
+            checks.check_lockstep(self, scheduled.plan)
+        return scheduled
 
     def _gradient_scale(self) -> float:
         """The factor of gradients that do not come through the step's loss."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dcp.errors import ConfigurationError, Problem
+from lightning_dcp.models.megatron import compat
 from lightning_dcp.models.megatron.cpu import on_cpu
 from lightning_dcp.models.megatron.scope import Scope
 
@@ -45,11 +46,12 @@ class MegatronModel(nn.Module):
         scope: what layers may ask about the call that they are part of.
 
     Raises:
-        ConfigurationError: no process groups yet.
+        ConfigurationError: no process groups yet; or a release of Megatron-Core that lacks what is needed.
     """
 
     def __init__(self, provider: Provider, device: torch.device | None = None) -> None:
         super().__init__()
+        compat.load()
         from megatron.core import parallel_state
 
         if not parallel_state.model_parallel_is_initialized():
