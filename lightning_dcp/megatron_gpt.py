@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dcp.batch.labels import Batch, shifted_labels
-from lightning_dcp.errors import raise_problems
+from lightning_dcp.errors import ConfigurationError, Problem, raise_problems
 from lightning_dcp.lm import LanguageModel
 from lightning_dcp.models.megatron import MegatronModel, compat, layer_spec, model_parallel_fields
+from lightning_dcp.models.megatron.huggingface import describe, load_huggingface, read_config, save_huggingface
+from lightning_dcp.models.megatron.huggingface.rope import scale_rotary, scaling_problems
+from lightning_dcp.models.megatron.moe_auxiliary import auxiliary_losses, auxiliary_names
+from lightning_dcp.models.megatron.output_bias import with_output_bias
 from lightning_dcp.models.megatron.problems import gpt_problems
 from lightning_dcp.models.megatron.spec import Backend
 
@@ -28,22 +33,47 @@ DEFAULTS: dict[str, Any] = {
 }
 """Fields that differ from TransformerConfig's defaults, where nothing else is asked for: a model of Llama's kind."""
 
+GPT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 258,
+    "max_sequence_length": 1 << 20,
+    "rotary_base": 10_000,
+    "share_embeddings_and_output_weights": False,
+}
+"""Arguments of GPTModel where nothing is asked for."""
+
+_NO_CONFIG = Problem(
+    "MegatronGPT()", "neither a config nor a Hugging Face folder", "give config={...} or huggingface=path"
+)
+
+_NOT_MADE = Problem(
+    "save_huggingface", "no model yet: a run makes it", "call it in a hook or after a run, on every rank"
+)
+
 
 class MegatronGPT(LanguageModel):
     """Next-token training of a Megatron-Core GPT model.
+
+    Logs ``train_loss``, and of mixtures of experts the auxiliary losses that the config asks for: ``load_balancing_loss``,
+    ``seq_load_balancing_loss``, ``z_loss``.
 
     Args:
         config: fields of Megatron-Core's ``TransformerConfig`` (``num_layers``, ``hidden_size``, ``num_attention_heads``,
             ``num_query_groups``, ``ffn_hidden_size``, ``num_moe_experts``, ``recompute_granularity``, ...). Sizes of parallel
             dimensions come from the strategy, ``params_dtype`` from the trainer's precision. ``activation_func`` is the name
             of a function in ``torch.nn.functional``. Where nothing is said the model is of Llama's kind: RMSNorm, SwiGLU, no
-            biases, no dropout.
-        vocab_size: entries of the vocabulary; ``tensor_model_parallel_size`` divides it.
+            biases, no dropout. With ``huggingface`` only the fields that are to be other than the folder's.
+        vocab_size: entries of the vocabulary; ``tensor_model_parallel_size`` divides it. 258 by default.
         max_sequence_length: the longest sample, for learned positions; rotary ones do not look at it.
         position_embedding_type: ``rope``, ``yarn``, ``learned_absolute`` or ``none``.
-        rotary_base: base of the rotary frequencies.
+        rotary_base: base of the rotary frequencies; 10,000 by default.
         rotary_percent: share of each head that is rotated.
+        rope_scaling: Llama 3's slower rotary frequencies: ``factor``, ``low_freq_factor``, ``high_freq_factor`` and
+            ``original_max_position_embeddings``; for ``rope``.
         share_embeddings_and_output_weights: use the embedding as the head.
+        attention_output_bias: give attention's output projections biases where ``add_bias_linear`` is False.
+        huggingface: a folder with ``config.json`` and safetensors of a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE
+            model: the model is made by it and starts from its weights. Auxiliary losses and dropout of experts are not
+            taken over: set them in ``config``.
         backend: what the layers are made of: ``transformer_engine``, Megatron-Core's own (``local``), or ``auto``: the former
             on a GPU where it is installed.
         learning_rate: peak learning rate.
@@ -53,28 +83,93 @@ class MegatronGPT(LanguageModel):
 
     def __init__(
         self,
-        config: dict[str, Any],
-        vocab_size: int = 258,
-        max_sequence_length: int = 1 << 20,
+        config: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
+        max_sequence_length: int | None = None,
         position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope",
-        rotary_base: int = 10_000,
+        rotary_base: int | None = None,
         rotary_percent: float = 1.0,
-        share_embeddings_and_output_weights: bool = False,
+        share_embeddings_and_output_weights: bool | None = None,
         backend: Backend = "auto",
         learning_rate: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 10,
+        huggingface: str | Path | None = None,
+        rope_scaling: dict[str, float] | None = None,
+        attention_output_bias: bool = False,
     ) -> None:
         super().__init__(nn.Identity(), learning_rate, weight_decay, warmup_steps)
-        self.config, self.backend = dict(config), backend
-        self.gpt_options: dict[str, Any] = {
+        if config is None and huggingface is None:
+            raise ConfigurationError([_NO_CONFIG])
+        self.huggingface = huggingface
+        self.imported = None if huggingface is None else read_config(huggingface)
+        self.config, self.backend = dict(config or {}), backend
+        self.rope_scaling, self.attention_output_bias = rope_scaling, attention_output_bias
+        given = {
             "vocab_size": vocab_size,
             "max_sequence_length": max_sequence_length,
-            "position_embedding_type": position_embedding_type,
             "rotary_base": rotary_base,
-            "rotary_percent": rotary_percent,
             "share_embeddings_and_output_weights": share_embeddings_and_output_weights,
         }
+        self.gpt_options: dict[str, Any] = GPT_DEFAULTS | {
+            "position_embedding_type": position_embedding_type,
+            "rotary_percent": rotary_percent,
+        }
+        if self.imported is not None:
+            self.config = self.imported.fields | self.imported.training | self.config
+            self.gpt_options |= self.imported.options
+            self.rope_scaling = rope_scaling or self.imported.rope_scaling
+            self.attention_output_bias = attention_output_bias or self.imported.output_bias
+        self.gpt_options |= {name: value for name, value in given.items() if value is not None}
+        if self.rope_scaling is not None:
+            raise_problems(list(scaling_problems(self.rope_scaling, self.gpt_options["position_embedding_type"])))
+
+    @classmethod
+    def from_huggingface(cls, path: str | Path, **options: Any) -> MegatronGPT:
+        """A model that is made by a Hugging Face folder, and starts from its weights when a run starts.
+
+        Args:
+            path: the folder; see ``huggingface``.
+            **options: other arguments; fields in ``config`` go before those of the folder.
+
+        Raises:
+            ConfigurationError: no such folder, or all in its config that the model would compute otherwise.
+        """
+        return cls(huggingface=path, **options)
+
+    def save_huggingface(
+        self, path: str | Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write the model to a folder that transformers loads; every rank calls it, in a hook or after the run.
+
+        A model that came from such a folder keeps what its config says of other things, its tokenizer and its generation
+        config.
+
+        Args:
+            path: the folder, which all ranks see; made if need be.
+            dtype: of the tensors in it; by default the model's own.
+            max_shard_bytes: largest size of a file, in bytes.
+
+        Raises:
+            ConfigurationError: what the model computes has no place in any of the families; or there are weights already;
+                or no run has made the model.
+        """
+        if not isinstance(self.model, MegatronModel):
+            raise ConfigurationError([_NOT_MADE])
+        said = self.imported
+        family = None if said is None else said.family
+        content = describe(self.model, rope_scaling=self.rope_scaling, family=family)
+        if said is not None:
+            kept = {name: value for name, value in said.raw.items() if name not in ("dtype", "transformers_version")}
+            content = kept | content
+        save_huggingface(
+            self.model,
+            path,
+            config=content,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            companions=self.huggingface,
+        )
 
     def configure_model(self) -> None:
         """Make this rank's part of the model.
@@ -99,20 +194,26 @@ class MegatronGPT(LanguageModel):
                 )
             )
         self.model = MegatronModel(self.provider)
+        if self.huggingface is not None:
+            load_huggingface(self.model, self.huggingface)
 
     def provider(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
         """One chunk of the model."""
         from megatron.core.models.gpt import GPTModel
 
         config = self.transformer_config()
-        return GPTModel(
+        spec = layer_spec(config, self.backend, on_gpu=self._on_gpu, vp_stage=vp_stage)
+        chunk = GPTModel(
             config,
-            layer_spec(config, self.backend, on_gpu=self._on_gpu, vp_stage=vp_stage),
+            with_output_bias(spec) if self.attention_output_bias else spec,
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
             **self.gpt_options,
         )
+        if self.rope_scaling is not None:
+            scale_rotary(chunk, self.rope_scaling)
+        return chunk
 
     def transformer_config(self) -> Any:
         """The TransformerConfig: what was given, the strategy's layout, the trainer's precision.
@@ -146,6 +247,11 @@ class MegatronGPT(LanguageModel):
         loss, _ = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the auxiliary losses of mixtures of experts, means over layers without coefficients."""
+        if auxiliary_names(self.model.config):
+            self.log_dict(auxiliary_losses(self.model))
 
     def _evaluate(self, batch: Batch, name: str) -> None:
         loss, targets = self._loss(batch)

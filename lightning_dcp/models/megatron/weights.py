@@ -51,6 +51,14 @@ class Weight:
     expert: bool
     copied: bool
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the whole weight."""
+        shape = list(self.parameter.shape)
+        if self.split_dim is not None:
+            shape[self.split_dim] *= self.group.size()
+        return tuple(shape)
+
     def whole(self, part: Tensor) -> Tensor:
         """The whole of a tensor like the parameter, of which each rank of the group has its part. Collective over it."""
         if self.split_dim is None or self.group.size() == 1:
