@@ -192,3 +192,14 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(ranks, layout):
         assert scale == 512.0
         for name, weight in one_step.items():
             torch.testing.assert_close(weights[name].double(), weight, rtol=1e-5, atol=1e-5)
+
+
+def test_micro_batches_of_a_pipeline_are_weighted_by_us_alone(ranks):
+    """Megatron-Core's schedules divide a loss by the number of micro-batches, or not, by what a loss function returns."""
+    norms = {}
+    for world in (2, 4):
+        found = ranks.run(runs_of, world, runs.DENSE, world, PP2, {"": ({}, {})})[0][""]
+        assert {2: {1}, 4: {1, 2}}[world] == set(found["cp_sizes"][0])
+        norms[world] = found["logged"]["grad_norm"]
+    whole = ranks.run(runs_of, 1, runs.DENSE, 1, {}, {"": ({}, {})})[0][""]["logged"]["grad_norm"]
+    assert norms == pytest.approx({2: whole, 4: whole}, rel=1e-9)
