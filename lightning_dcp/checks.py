@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DistributedSampler
 
 from lightning_dcp.errors import ConfigurationError, PlanError, Problem, raise_problems
@@ -39,7 +40,7 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(Problem(f"{name}={value!r}", "not a positive whole number", f"give {name} of 1 or more"))
-    for name in ("plan_ahead", "fused_linear_cross_entropy", "sequence_parallel"):
+    for name in ("plan_ahead", "fused_linear_cross_entropy", "sequence_parallel", "async_checkpoint"):
         if not isinstance(getattr(strategy, name), bool):
             problems.append(
                 Problem(f"{name}={getattr(strategy, name)!r}", "neither True nor False", "give one of them")
@@ -207,6 +208,27 @@ def _is_interactive() -> bool:
     from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
     return bool(_IS_INTERACTIVE)
+
+
+def checkpoint_problems(strategy: DCPStrategy, *, sharded: bool) -> list[Problem]:
+    """Ways to write checkpoints that do not fit the module."""
+    if strategy.async_checkpoint and not sharded:
+        return [
+            Problem(
+                "async_checkpoint=True",
+                "a module without a MegatronModel, whose checkpoints are Lightning's own files",
+                "give checkpoint_io=lightning.pytorch.plugins.AsyncCheckpointIO() instead",
+            )
+        ]
+    if sharded and isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        return [
+            Problem(
+                "an AsyncCheckpointIO",
+                "a module with a MegatronModel, whose checkpoints are directories that are renamed when all is written",
+                "use DCPStrategy(async_checkpoint=True) instead",
+            )
+        ]
+    return []
 
 
 def loader_problems(dataloader: object) -> list[Problem]:

@@ -98,5 +98,9 @@ class UnsupportedAttentionError(DCPError):
     """An attention call that context parallelism cannot run exactly."""
 
 
+class CheckpointError(DCPError):
+    """A checkpoint that cannot be written, or that is not one of this run's module."""
+
+
 class PeerFailureError(DCPError):
     """Another rank failed; the message says which one and why."""

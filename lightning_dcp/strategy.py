@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -32,10 +32,11 @@ from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.settings import AttentionSettings, describe
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
 from lightning_dcp.data.prepare import prepare_loader
-from lightning_dcp.errors import BatchError, raise_problems
+from lightning_dcp.errors import BatchError, CheckpointError, raise_problems
 from lightning_dcp.launcher import DCPSubprocessLauncher
 from lightning_dcp.loss.weighting import LossNormalization, backward_scale
 from lightning_dcp.models.megatron import MegatronAdapter, MegatronModel
+from lightning_dcp.models.megatron.checkpoint import ShardedCheckpoints, hyper_parameters, is_sharded, outside_state
 from lightning_dcp.models.megatron.clipping import clip_by_norm, gradient_norm
 from lightning_dcp.models.megatron.gradients import megatron_models, reduce_gradients, sync_parameters
 from lightning_dcp.models.megatron.pipeline import LossOfNothing, run_schedule
@@ -118,6 +119,9 @@ class DCPStrategy(DDPStrategy):
         rank_speeds: speed of each rank of the plane, 1.0 for a full share of work; dynamic scheduler only.
         plan_ahead: read each batch while the one before is computed, and plan it in a thread. ``False`` plans at the
             step.
+        async_checkpoint: training goes on while a checkpoint is written: its shards are copied to the CPU, and a thread
+            writes them. It is waited for before the next one and at the end. For modules with a
+            :class:`~lightning_dcp.MegatronModel`, whose checkpoints are directories of shards.
         accelerator: as in Lightning.
         parallel_devices: as in Lightning.
         cluster_environment: as in Lightning.
@@ -163,6 +167,7 @@ class DCPStrategy(DDPStrategy):
         ranks_per_node: int | None = None,
         rank_speeds: list[float] | None = None,
         plan_ahead: bool = True,
+        async_checkpoint: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -198,6 +203,7 @@ class DCPStrategy(DDPStrategy):
         self.outputs = outputs
         self.fused_linear_cross_entropy = fused_linear_cross_entropy
         self.plan_ahead = plan_ahead
+        self.async_checkpoint = async_checkpoint
         self.cost_model, problems = checks.cost_model_of(cost_model)
         self.scheduler_choice = SchedulerChoice(
             scheduler,
@@ -215,6 +221,7 @@ class DCPStrategy(DDPStrategy):
         self.clock = WaitClock()
         self.gradient_reductions = 0
         self._groups: ParallelGroups | None = None
+        self._checkpoints: ShardedCheckpoints | None = None
         self._attention = AttentionOptions()
         self._regions: Regions | None = None
         self._choice = self.scheduler_choice
@@ -319,6 +326,7 @@ class DCPStrategy(DDPStrategy):
         """Join the world, make the groups, start to watch the other ranks."""
         super().setup_environment()
         self._groups = initialize_groups(self.topology, self._timeout)
+        self._checkpoints = ShardedCheckpoints(self._groups, self.root_device)
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
             self._watchdog = Watchdog(store, self.global_rank, self.world_size)
@@ -327,6 +335,7 @@ class DCPStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Check the module, find its regions, and bring it and its optimizers to the device."""
         self._regions = module_checks.check_module(self, self._module, trainer)
+        raise_problems(checks.checkpoint_problems(self, sharded=self._sharded is not None))
         self._planner = self._new_planner()
         self._outputs = OutputsChoice(self.outputs, gradient_tolerance(self.precision_plugin.precision))
         if self.loss_normalization == "samples":
@@ -393,6 +402,8 @@ class DCPStrategy(DDPStrategy):
         """Plan a batch; called by the scheduler callback."""
         if self._planner is None:
             raise RuntimeError("the scheduler is made when a run starts")
+        if self._trainer.training and self._checkpoints is not None:
+            self._checkpoints.resume_random_states()
         with self._naming_failures():
             scheduled = schedule_batch(
                 batch,
@@ -606,6 +617,89 @@ class DCPStrategy(DDPStrategy):
         if self.topology.is_model_parallel:
             share_found_infinities(plugin)
 
+    # ---------------------------------------------------------- checkpoints
+
+    @property
+    def _sharded(self) -> ShardedCheckpoints | None:
+        """What saves and loads modules with a Megatron-Core model; None: Lightning does, as always."""
+        return self._checkpoints if megatron_models(self._module) else None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As in Lightning; without the Megatron-Core models, whose weights are shards."""
+        return super().lightning_module_state_dict() if self._sharded is None else outside_state(self._module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As in Lightning; with a Megatron-Core model without what is in shards."""
+        return (
+            super().optimizer_state(optimizer)
+            if self._sharded is None
+            else {"param_groups": hyper_parameters(optimizer)}
+        )
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """As in Lightning; with a Megatron-Core model a directory of shards. Every rank calls it."""
+        if self._sharded is None:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        write_rest = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
+        running = self._trainer.state.status == TrainerStatus.RUNNING  # afterwards nobody would wait for it
+        with self._naming_failures():
+            self._sharded.save(
+                filepath,
+                self._module,
+                self.optimizers,
+                checkpoint,
+                write_rest,
+                in_background=self.async_checkpoint and running,
+            )
+        return None
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """As in Lightning."""
+        if self._sharded is None:
+            super().remove_checkpoint(filepath)
+        else:
+            with self._naming_failures():
+                self._sharded.remove(filepath)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """As in Lightning; of a directory of shards all but these."""
+        if self._sharded is not None:
+            read_rest = partial(self.checkpoint_io.load_checkpoint, weights_only=weights_only)
+            fitting = self._trainer.state.fn == TrainerFn.FITTING
+            return self._sharded.load(checkpoint_path, read_rest, resume=fitting)
+        if is_sharded(checkpoint_path):
+            raise CheckpointError(
+                f"asked: the checkpoint {checkpoint_path}; found: shards of a Megatron-Core model, and none in the module; "
+                "do: use the module that it was written with, which makes its MegatronModel in configure_model"
+            )
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As in Lightning; of a directory of shards those of this rank."""
+        if self._sharded is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            with self._naming_failures():
+                self._sharded.load_module(self._module, checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As in Lightning; of a directory of shards those of this rank."""
+        if self._sharded is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            with self._naming_failures():
+                self._sharded.load_optimizers(self._module, self.optimizers, checkpoint)
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _end_checkpoints(self) -> None:
+        if self._checkpoints is None:
+            return
+        if self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            self._checkpoints.give_up()
+        else:
+            with self._naming_failures():
+                self._checkpoints.finish()
+
     # ------------------------------------------------------------- the end
 
     def _naming_failures(self) -> AbstractContextManager[None]:
@@ -618,6 +712,7 @@ class DCPStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Give the module its own ``forward`` back, and end the threads."""
+        self._end_checkpoints()
         if self._planner is not None:
             self._planner.close()
         if self._watchdog is not None:
