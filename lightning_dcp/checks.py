@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,15 +153,10 @@ def cost_model_of(source: CostModel | str | Path | None) -> tuple[CostModel, lis
         return default, list(error.problems)
 
 
-def schedule_in_force(
-    strategy: DCPStrategy, scheduler: Any, mode: str | None, microbatch_multiple: int
-) -> dict[str, Any]:
-    """Mode and number of micro-batches: what was asked for, or what pipelines and expert parallelism need."""
-    stages, ours = strategy.pipeline_model_parallel_size, scheduler in (None, "dynamic", "static")
-    needed = ours and needs_lockstep(strategy)
-    if needed and strategy.virtual_pipeline_model_parallel_size and isinstance(microbatch_multiple, int):
-        microbatch_multiple = math.lcm(microbatch_multiple, stages)
-    return {"schedule_mode": mode or ("lockstep" if needed else "free"), "microbatch_multiple": microbatch_multiple}
+def schedule_mode_in_force(strategy: DCPStrategy, scheduler: Any, mode: str | None) -> Any:
+    """What was asked for, or what pipelines and expert parallelism need."""
+    ours = scheduler is None or scheduler in ("dynamic", "static")
+    return mode or ("lockstep" if ours and needs_lockstep(strategy) else "free")
 
 
 def needs_lockstep(strategy: DCPStrategy) -> bool:

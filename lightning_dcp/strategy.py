@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,7 @@ from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import CostModel, Scheduler
 from lightning_dcp.schedule.choice import SchedulerChoice
+from lightning_dcp.schedule.relaxed import Relaxed
 from lightning_dcp.step.ahead import PlanAhead, PlanCounts
 from lightning_dcp.step.metrics import release_metrics
 from lightning_dcp.step.outputs_choice import GATHERED, OutputsChoice, gradient_tolerance
@@ -112,7 +114,7 @@ class DCPStrategy(DDPStrategy):
         min_context_parallel_size: smallest CP size of a pack; dynamic scheduler only.
         max_context_parallel_size: largest CP size of a pack, by default the plane; dynamic scheduler only.
         microbatch_multiple: the number of micro-batches is made a multiple of this; in lock-step only. With a virtual
-            pipeline it is a multiple of the stages in any case.
+            pipeline it is made a multiple of the stages, too, where the batch has enough samples.
         ranks_per_node: ranks of the plane in one node, for groups to stay inside nodes where they can. By default the
             cost model's, or with several nodes the processes of a node over ``tensor_model_parallel_size``. Dynamic
             scheduler only.
@@ -214,7 +216,8 @@ class DCPStrategy(DDPStrategy):
             layout,
             min_context_parallel_size=min_context_parallel_size,
             max_context_parallel_size=max_context_parallel_size,
-            **checks.schedule_in_force(self, scheduler, schedule_mode, microbatch_multiple),
+            schedule_mode=checks.schedule_mode_in_force(self, scheduler, schedule_mode),
+            microbatch_multiple=microbatch_multiple,
             ranks_per_node=ranks_per_node,
             rank_speeds=tuple(rank_speeds) if isinstance(rank_speeds, list) else rank_speeds,
         )
@@ -365,6 +368,10 @@ class DCPStrategy(DDPStrategy):
     def _new_planner(self) -> PlanAhead:
         ranks = self.topology.plane_size
         scheduler = self._choice.build(ranks, self._plane_ranks_in_node())
+        stages = self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
+        if stages > 1 and self._choice.kind in ("dynamic", "static"):
+            wished = replace(self._choice, microbatch_multiple=math.lcm(self._choice.microbatch_multiple, stages))
+            scheduler = Relaxed(wished.build(ranks, self._plane_ranks_in_node()), scheduler)
         return PlanAhead(scheduler, ranks, enabled=self.plan_ahead)
 
     def _plane_ranks_in_node(self) -> int | None:
@@ -508,6 +515,10 @@ class DCPStrategy(DDPStrategy):
             run(work if model.chunk.post_process else replace(work, leader=False))
             return torch.zeros((), device=self.root_device) if self._scaled_loss is None else self._scaled_loss
 
+        # Interleaved micro-batches go in rounds of one a stage. What is missing is one that has run, for nothing.
+        missing = -len(works) % (self.pipeline_model_parallel_size if len(model.chunks) > 1 else 1)
+        last = works[-1]
+        works = [*works, *(_for_nothing(last) for _ in range(missing))]
         with self.regions.backward_of(works[0].active):
             run_schedule(model, works, forward, forward_only=not torch.is_grad_enabled())
 
@@ -726,6 +737,11 @@ class DCPStrategy(DDPStrategy):
             release_metrics(self.lightning_module)
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
+
+
+def _for_nothing(work: PackWork) -> PackWork:
+    """The same pack again, adding nothing."""
+    return replace(work, weight=0.0, leader=False, active=replace(work.active, gradient_scale=0.0))
 
 
 def _keep(work: PackWork, output: Any) -> Any:

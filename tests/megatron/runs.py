@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dcp import MegatronGPT, next_token_loss
+from lightning_dcp.batch.labels import shifted_labels
 from lightning_dcp.models.megatron.weights import load_whole_weights, whole_weights
 from tests.support.training import VOCAB, Recorder, loader, trainer
 
@@ -58,7 +59,8 @@ class SmallGPT(MegatronGPT):
         if not self.logits:
             return super()._loss(batch)
         loss = next_token_loss(self.model(input_ids=batch["input_ids"]), batch)
-        return loss, 1
+        targets = shifted_labels(batch)
+        return loss, int(((targets.values() if targets.is_nested else targets) != -100).sum())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
