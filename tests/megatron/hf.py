@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 4, "rms_norm_eps": 1e-4},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 4, "tie_word_embeddings": True},
-    "qwen3": {"head_dim": 8, "rope_theta": 1e6, "num_key_value_heads": 1},
+    "qwen3": {"head_dim": 8, "rope_theta": 1e6, "num_attention_heads": 8},
     "mixtral": {"num_local_experts": 4, **EXPERTS},
     "qwen3_moe": {
         **EXPERTS,
@@ -92,8 +92,8 @@ def logits(model: Any) -> list[Tensor]:
         return [model(input_ids=s["input_ids"][None], use_cache=False).logits[0] for s in samples()]
 
 
-def expected(folder: Path, name: str) -> dict[str, Any]:
-    """Make a model, and what transformers gives: logits, and the weights after an SGD step of lr 1."""
+def expected(folder: Path, name: str) -> list[Tensor]:
+    """Make a model, and what transformers gives: its logits; and in ``trained`` its weights after an SGD step of lr 1."""
     make(name, folder)
     model = read(folder)
     given = logits(model)
@@ -108,7 +108,7 @@ def expected(folder: Path, name: str) -> dict[str, Any]:
         for weight in model.parameters():
             weight -= weight.grad
     model.save_pretrained(folder / "trained")
-    return {"logits": given}
+    return given
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

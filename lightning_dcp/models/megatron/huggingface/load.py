@@ -72,11 +72,10 @@ def _problems(
 
 
 def _part(model: MegatronModel, folder: WeightFolder, weight: Weight, source: Source) -> Tensor:
-    head, groups = model.config.kv_channels, model.config.num_query_groups
+    """This rank's part: as tensor-parallel ranks hold whole query groups, it is made of the tensors' own parts."""
     size, rank = (1, 0) if weight.split_dim is None else (weight.group.size(), weight.group.rank())
-    if source.kind == "groups" and groups % size:  # ranks hold parts of a query group, of its queries and keys alike
-        return weight.part(source.join([folder.part(name) for name in source.names], head))
-    return source.join([folder.part(name, weight.split_dim, rank, size) for name in source.names], head)
+    parts = [folder.part(name, weight.split_dim, rank, size) for name in source.names]
+    return source.join(parts, model.config.kv_channels)
 
 
 def _of_all_ranks(model: MegatronModel, folder: WeightFolder, used: set[str], own: list[Problem]) -> list[Problem]:
