@@ -1,5 +1,6 @@
 """Planning: which group of ranks takes which samples, in which order. No tensor is seen here."""
 
+from lightning_dcp.schedule.alignment import Alignment
 from lightning_dcp.schedule.bound import lower_bound_s
 from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.cost_file import load_cost_model, save_cost_model
@@ -13,6 +14,7 @@ from lightning_dcp.schedule.summary import PlanSummary, summarize
 
 __all__ = [
     "HARDWARE",
+    "Alignment",
     "CostModel",
     "DynamicScheduler",
     "MegatronScheduler",

@@ -95,7 +95,7 @@ def _best_order(load: Workload, rounds: list[Round]) -> list[Round]:
 
 def _cut_bins(load: Workload, c: int, samples: list[int], wanted: float) -> list[Bin]:
     """Packs of samples of one size: about as many as wanted, each about as long as the others."""
-    tokens = sum([load.lengths[s] for s in samples])
+    tokens = sum([load.padded(c)[s] for s in samples])
     count = min(max(math.ceil(wanted - 1e-9), -(-tokens // (c * load.limit))), len(samples))
     bins = [Bin(c).with_samples([sample], load) for sample in samples[:count]]
     heap = [(b.seconds, number) for number, b in enumerate(bins)]
@@ -131,14 +131,14 @@ def _fill(load: Workload, samples: list[int], bins: list[Bin]) -> bool:
         while parked and -parked[0][0] >= length:
             number = heappop(parked)[1]
             heappush(heap, (bins[number].slack, number))
-        while heap and room[heap[0][1]] < length:
+        while heap and room[heap[0][1]] < load.padded(bins[heap[0][1]].c)[sample]:
             number = heappop(heap)[1]
             heappush(parked, (-room[number], number))
         if not heap:
             return False
         number = heap[0][1]
         bins[number].add(sample, load)
-        room[number] -= length
+        room[number] -= load.padded(bins[number].c)[sample]
         heapreplace(heap, (bins[number].slack, number))
     return True
 

@@ -16,7 +16,7 @@ class Bin:
     Attributes:
         c: ranks of its group.
         samples: what it holds, by place in the workload's order.
-        tokens: of these samples.
+        tokens: of these samples, padding included.
         attention: seconds of attention on each rank.
         seconds: of the whole pack on each rank, at speed 1.
         speed: of its slowest rank.
@@ -36,7 +36,7 @@ class Bin:
     def add(self, sample: int, load: Workload) -> None:
         """Take one sample."""
         self.samples.append(sample)
-        self.tokens += load.lengths[sample]
+        self.tokens += load.padded(self.c)[sample]
         self.attention += load.attention(self.c)[sample]
         self.seconds = load.seconds_of(self.c, self.tokens, self.attention)
 
@@ -49,7 +49,7 @@ class Bin:
 
     def has_room(self, sample: int, load: Workload) -> bool:
         """Whether a sample keeps it within its token limit."""
-        return self.tokens + load.lengths[sample] <= self.c * load.limit
+        return self.tokens + load.padded(self.c)[sample] <= self.c * load.limit
 
     @property
     def end(self) -> float:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 from lightning_dcp.schedule.cost import CostModel, FloatArray
 from lightning_dcp.schedule.plan import Mode
 
@@ -22,6 +23,7 @@ def lower_bound_s(
     sizes: Sequence[int],
     mode: Mode = "free",
     speeds: Sequence[float] | None = None,
+    alignment: Alignment = NO_ALIGNMENT,
 ) -> float:
     """Seconds that a step takes at least.
 
@@ -44,10 +46,12 @@ def lower_bound_s(
         sizes: the CP sizes that may be used, ascending.
         mode: ``free`` or ``lockstep``.
         speeds: speed of each rank; by default all 1.0.
+        alignment: the padding that samples get; that of packs is not counted.
     """
     fastest = sorted(speeds, reverse=True) if speeds is not None else [1.0] * ranks
     tokens = np.asarray(lengths, dtype=np.int64)
-    problem = _Problem(tokens, ranks, max_seqlen_per_dp_cp_rank, cost, tuple(sizes), mode, fastest)
+    limit = alignment.limit(max_seqlen_per_dp_cp_rank)
+    problem = _Problem(tokens, ranks, limit, cost, tuple(sizes), mode, fastest, alignment)
     rounds = _LongRound(problem, tokens, sizes) if mode == "lockstep" and speeds is None else None
     low = max(problem.quickest, problem.needed(math.inf))
     problem.fix_samples_that_may_use_any_size(low)
@@ -80,6 +84,7 @@ class _Problem:
         sizes: tuple[int, ...],
         mode: Mode,
         speeds: list[float],
+        alignment: Alignment,
     ) -> None:
         self.total, self.ranks, self.limit, self.cost, self.mode, self.speeds = (
             int(tokens.sum()),
@@ -89,7 +94,7 @@ class _Problem:
             mode,
             speeds,
         )
-        table = [_at_size(tokens, c, limit, cost, speeds[c - 1]) for c in sizes]
+        table = [_at_size(alignment.padded(tokens, c), c, limit, cost, speeds[c - 1]) for c in sizes]
         self.alone = np.array([row.alone for row in table])
         self.hidden = np.array([row.hidden for row in table])
         self.seen = np.array([row.seen for row in table])

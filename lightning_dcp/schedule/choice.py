@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_dcp.errors import ConfigurationError, Problem
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.dynamic import DynamicScheduler
 from lightning_dcp.schedule.megatron import MegatronScheduler, megatron_problems
@@ -148,8 +149,14 @@ class SchedulerChoice:
         limits = self.min_context_parallel_size, self.max_context_parallel_size
         return allowed_sizes(ranks, *limits, self.nodes_in_force(nodes))
 
-    def build(self, ranks: int, nodes: int | None = None) -> Scheduler:
+    def build(self, ranks: int, nodes: int | None = None, alignment: Alignment = NO_ALIGNMENT) -> Scheduler:
         """The scheduler; arguments as in :meth:`sizes`.
+
+        Args:
+            ranks: of the plane.
+            nodes: ranks of the plane in one node, if neither the option nor the cost model says so.
+            alignment: the padding that samples and packs get. A scheduler of the user's own is not told: its plans are
+                checked.
 
         Raises:
             ConfigurationError: a function of the user's that makes no scheduler, or a scheduler that cannot be had here.
@@ -158,11 +165,10 @@ class SchedulerChoice:
         if self.kind == "own":
             return _made(self.scheduler, ranks)
         if self.kind == "static":
-            multiple = self.microbatch_multiple
-            size = self.context_parallel_size
-            return StaticScheduler(ranks, limit, size, self.layout, self.schedule_mode, microbatch_multiple=multiple)
+            options: Any = {"microbatch_multiple": self.microbatch_multiple, "alignment": alignment}
+            return StaticScheduler(ranks, limit, self.context_parallel_size, self.layout, self.schedule_mode, **options)
         if self.kind == "megatron":
-            return MegatronScheduler(ranks, limit, layout=self.layout)
+            return MegatronScheduler(ranks, limit, layout=self.layout, alignment=alignment)
         return DynamicScheduler(
             ranks,
             limit,
@@ -174,6 +180,7 @@ class SchedulerChoice:
             ranks_per_node=self.nodes_in_force(nodes),
             microbatch_multiple=self.microbatch_multiple,
             rank_speeds=self.rank_speeds,
+            alignment=alignment,
         )
 
     def nodes_in_force(self, nodes: int | None) -> int | None:

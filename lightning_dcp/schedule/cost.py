@@ -107,9 +107,12 @@ class CostModel:
         transfer = self._transfer_seconds(tokens / cp_size, spans_nodes)
         return compute + (cp_size - 1) * np.maximum(0.0, transfer - self.overlap * attention / cp_size)
 
-    def pack_seconds(self, lengths: Sequence[int], cp_size: int = 1, first_rank: int = 0) -> float:
-        """Seconds of one pack on each rank of the group that starts at ``first_rank``."""
-        tokens = float(sum(lengths))
+    def pack_seconds(self, lengths: Sequence[int], cp_size: int = 1, first_rank: int = 0, *, padding: int = 0) -> float:
+        """Seconds of one pack on each rank of the group that starts at ``first_rank``.
+
+        ``padding`` tokens beside the samples cost as much as others in all layers but attention.
+        """
+        tokens = float(sum(lengths) + padding)
         attention = math.fsum(self.attention_seconds(lengths, cp_size).tolist())
         exposed = self.exposed_seconds(cp_size, tokens, attention, spans_nodes=self.spans_nodes(first_rank, cp_size))
         return self.pack_overhead + self.linear * tokens / cp_size + attention + exposed

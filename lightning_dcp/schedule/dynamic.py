@@ -10,13 +10,14 @@ from functools import cached_property
 from typing import Any
 
 from lightning_dcp.errors import PlanError, Problem, raise_problems
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 from lightning_dcp.schedule.bound import lower_bound_s
 from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.free import plan_free
 from lightning_dcp.schedule.hardware import preset
 from lightning_dcp.schedule.lockstep import in_place, plan_lockstep
 from lightning_dcp.schedule.placement import packed
-from lightning_dcp.schedule.plan import Mode, StepPlan, check_lengths, in_rounds
+from lightning_dcp.schedule.plan import MicroBatch, Mode, StepPlan, check_lengths, in_rounds
 from lightning_dcp.schedule.simulate import simulate
 from lightning_dcp.schedule.sizes import allowed_sizes, size_chains, size_problems
 from lightning_dcp.schedule.static import StaticScheduler
@@ -46,6 +47,7 @@ class DynamicScheduler:
             pay for it; ``None``: what the cost model says.
         microbatch_multiple: in lock-step the number of micro-batches is a multiple of this (virtual pipelines need it).
         rank_speeds: speed of each rank of the plane, 1.0 being the cost model's: a slow rank gets less work.
+        alignment: the padding that samples and packs get, which counts as tokens, and costs time like them.
 
     Raises:
         ConfigurationError: all bad settings at once.
@@ -62,6 +64,7 @@ class DynamicScheduler:
     ranks_per_node: int | None = None
     microbatch_multiple: int = 1
     rank_speeds: tuple[float, ...] | None = None
+    alignment: Alignment = NO_ALIGNMENT
 
     def __post_init__(self) -> None:
         raise_problems(option_problems(self))
@@ -83,11 +86,8 @@ class DynamicScheduler:
             PlanError: an empty batch or sample; in lock-step a batch with too few samples for every rank to have one.
             SampleTooLongError: a sample that the largest group cannot hold.
         """
-        tokens = check_lengths(lengths, self.sizes[-1], self.max_seqlen_per_dp_cp_rank)
-        limit = self.max_seqlen_per_dp_cp_rank
-        bound = lower_bound_s(
-            tokens, self.ranks, limit, self.cost, sizes=self.sizes, mode=self.mode, speeds=self.rank_speeds
-        )
+        tokens = check_lengths(lengths, self.sizes[-1], self.alignment.limit(self.max_seqlen_per_dp_cp_rank))
+        bound = self._bound(tokens, self.sizes)
         if not SHORTEST_S < bound < LONGEST_S:
             raise PlanError(f"the cost model predicts a step of {bound:g} s or more: its numbers cannot be right")
         make = self._lockstep if self.mode == "lockstep" else self._free
@@ -98,6 +98,13 @@ class DynamicScheduler:
         extra = {"cost_model": self.cost.to_dict(), "predicted_step_s": seconds, "lower_bound_s": bound}
         return replace(plan, extra=extra)
 
+    def _bound(self, tokens: Sequence[int], sizes: tuple[int, ...]) -> float:
+        """Seconds that no plan at these sizes can beat."""
+        limit, speeds = self.max_seqlen_per_dp_cp_rank, self.rank_speeds
+        return lower_bound_s(
+            tokens, self.ranks, limit, self.cost, sizes=sizes, mode=self.mode, speeds=speeds, alignment=self.alignment
+        )
+
     def _too_few(self, samples: int) -> str:
         largest, multiple = self.sizes[-1], self.microbatch_multiple
         rounds = "every micro-batch" if multiple == 1 else f"each of {multiple} or more micro-batches"
@@ -107,19 +114,23 @@ class DynamicScheduler:
         )
 
     def _workload(self, tokens: Sequence[int], chain: tuple[int, ...]) -> Workload:
-        return Workload(tokens, self.ranks, self.max_seqlen_per_dp_cp_rank, self.cost, chain, self.rank_speeds)
+        limit = self.max_seqlen_per_dp_cp_rank
+        return Workload(tokens, self.ranks, limit, self.cost, chain, self.rank_speeds, self.alignment)
+
+    def _plan(self, tokens: Sequence[int], rounds: tuple[MicroBatch, ...]) -> StepPlan:
+        limit = self.max_seqlen_per_dp_cp_rank
+        return StepPlan(self.ranks, limit, tuple(tokens), rounds, self.mode, alignment=self.alignment)
 
     def _free(self, tokens: Sequence[int], chain: tuple[int, ...], bound: float) -> tuple[float, StepPlan]:
         load = self._workload(tokens, chain)
         seconds, packs = packed(load, plan_free(load, bound), self.layout)
-        rounds = in_rounds(packs, self.ranks)
-        return seconds, StepPlan(self.ranks, load.limit, tuple(tokens), rounds, "free")
+        return seconds, self._plan(tokens, in_rounds(packs, self.ranks))
 
     def _lockstep(self, tokens: Sequence[int], chain: tuple[int, ...], bound: float) -> tuple[float, StepPlan]:
         load = self._workload(tokens, chain)
         found = plan_lockstep(load, bound, self.microbatch_multiple)
         seconds, rounds = (math.inf, ()) if found is None else in_place(load, found.rounds, self.layout)
-        return seconds, StepPlan(self.ranks, load.limit, tuple(tokens), rounds, "lockstep")
+        return seconds, self._plan(tokens, rounds)
 
     def _work_s(self, tokens: Sequence[int], c: int) -> float:
         """Compute of all samples at one size over all ranks: less than any step at that size, and quick to tell."""
@@ -128,17 +139,14 @@ class DynamicScheduler:
 
     def _static(self, tokens: Sequence[int], below: float) -> Iterator[tuple[float, StepPlan]]:
         """Plans at one fixed size, as far as one could take less time than ``below``."""
-        limit, multiple = self.max_seqlen_per_dp_cp_rank, self.microbatch_multiple
-        longest = max(tokens)
+        limit, longest = self.max_seqlen_per_dp_cp_rank, max(tokens)
+        options: Any = {"microbatch_multiple": self.microbatch_multiple, "alignment": self.alignment}
         for c in self.sizes:
-            if longest > c * limit or self._work_s(tokens, c) >= below:
+            if longest > c * self.alignment.limit(limit) or self._work_s(tokens, c) >= below:
                 continue
-            least = lower_bound_s(
-                tokens, self.ranks, limit, self.cost, sizes=(c,), mode=self.mode, speeds=self.rank_speeds
-            )
-            if least >= below:
+            if self._bound(tokens, (c,)) >= below:
                 continue
-            scheduler = StaticScheduler(self.ranks, limit, c, self.layout, self.mode, microbatch_multiple=multiple)
+            scheduler = StaticScheduler(self.ranks, limit, c, self.layout, self.mode, **options)
             try:
                 plan = scheduler.schedule(tokens)
             except PlanError:  # too few samples for every group
@@ -162,6 +170,13 @@ def option_problems(scheduler: DynamicScheduler) -> list[Problem]:
     elif scheduler.mode == "free" and _is_count(multiple) and multiple > 1:
         found = "free-running ranks, which share no micro-batches"
         problems.append(Problem(f"microbatch_multiple={multiple}", found, "use mode='lockstep'"))
+    if not isinstance(scheduler.alignment, Alignment):
+        remedy = "give an Alignment, for example Alignment.fp8()"
+        problems.append(
+            Problem(f"alignment={scheduler.alignment!r}", f"a {type(scheduler.alignment).__name__}", remedy)
+        )
+    elif _is_count(scheduler.max_seqlen_per_dp_cp_rank):
+        problems += scheduler.alignment.problems(scheduler.max_seqlen_per_dp_cp_rank)
     if _is_count(scheduler.ranks):
         limits = scheduler.min_context_parallel_size, scheduler.max_context_parallel_size
         problems += size_problems(scheduler.ranks, *limits)

@@ -30,7 +30,7 @@ class _Open:
 
     def with_sample(self, sample: int, load: Workload) -> _Open:
         """The block with one more sample, in its last pack if there is room."""
-        length, attention = load.lengths[sample], load.attention(self.c)[sample]
+        length, attention = load.padded(self.c)[sample], load.attention(self.c)[sample]
         end = self.end
         tokens, attention_s = length, attention
         if self.samples and self.tokens + length <= self.c * load.limit:

@@ -68,9 +68,10 @@ def _round_counts(load: Workload, multiple: int) -> list[int]:
     A sample over the limit of one rank fills its group, as few samples are short enough to share what is left there.
     """
     sizes = load.smallest_within(math.inf)
-    held = np.where(sizes > load.sizes[0], sizes * load.limit, load.tokens)
+    tokens = load.padded(load.sizes[0])
+    held = np.where(sizes > load.sizes[0], sizes * load.limit, tokens)
     capacity = load.ranks * load.limit * multiple
-    fewest, roomy = -(-sum(load.lengths) // capacity), -(-int(held.sum()) // capacity)
+    fewest, roomy = -(-sum(tokens) // capacity), -(-int(held.sum()) // capacity)
     return [count * multiple for count in dict.fromkeys([fewest + 1, fewest + 2, fewest, roomy, roomy + 1])]
 
 

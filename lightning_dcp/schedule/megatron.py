@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_dcp.errors import PlanError, Problem, raise_problems
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 from lightning_dcp.schedule.plan import MicroBatch, Pack, StepPlan, check_lengths, in_rounds
 
 DEFAULT_DYNAMIC = "DefaultDynamicCPScheduler"
@@ -61,17 +62,20 @@ class MegatronScheduler:
         ranks: size of the plane, a power of two: for others Megatron-Core plans groups that cannot be formed.
         max_seqlen_per_dp_cp_rank: most tokens a rank may hold of one micro-batch.
         layout: layout of every pack.
+        alignment: the padding that samples and packs get, which counts as tokens; Megatron-Core's scheduler knows only the
+            limit that it leaves.
 
     Raises:
-        ConfigurationError: another plane, or a Megatron-Core without a scheduler; all at once.
+        ConfigurationError: another plane, a limit below the alignment, or a Megatron-Core without a scheduler; all at once.
     """
 
     ranks: int
     max_seqlen_per_dp_cp_rank: int
     layout: str = "zigzag"
+    alignment: Alignment = NO_ALIGNMENT
 
     def __post_init__(self) -> None:
-        problems = megatron_problems(self.ranks)
+        problems = megatron_problems(self.ranks) + self.alignment.problems(self.max_seqlen_per_dp_cp_rank)
         if available_megatron_scheduler() is None:
             found = "an installed Megatron-Core with neither of " + ", ".join(f"{m}.{n}" for n, m in _MODULES.items())
             problems.append(Problem("Megatron-Core's scheduler", found, _REMEDY))
@@ -85,15 +89,19 @@ class MegatronScheduler:
                 samples left out or planned twice, groups that cannot be formed, too many tokens.
             SampleTooLongError: a sample over ``ranks * max_seqlen_per_dp_cp_rank`` tokens.
         """
-        lengths = check_lengths(lengths, self.ranks, self.max_seqlen_per_dp_cp_rank)
+        lengths = check_lengths(lengths, self.ranks, self._limit)
         rounds = [in_rounds(packs, self.ranks) for packs in self.rounds(lengths)]
         as_given = tuple(microbatch for part in rounds for microbatch in part)
         closed_up = in_rounds([pack for microbatch in as_given for pack in microbatch], self.ranks)
         limit, all_lengths = self.max_seqlen_per_dp_cp_rank, tuple(lengths)
         for microbatches in (as_given, closed_up):
             if all(sum(pack.cp_size for pack in microbatch) == self.ranks for microbatch in microbatches):
-                return StepPlan(self.ranks, limit, all_lengths, microbatches, "lockstep")
-        return StepPlan(self.ranks, limit, all_lengths, closed_up, "free")
+                return StepPlan(self.ranks, limit, all_lengths, microbatches, "lockstep", alignment=self.alignment)
+        return StepPlan(self.ranks, limit, all_lengths, closed_up, "free", alignment=self.alignment)
+
+    @property
+    def _limit(self) -> int:
+        return self.alignment.limit(self.max_seqlen_per_dp_cp_rank)
 
     def rounds(self, lengths: Sequence[int]) -> list[list[Pack]]:
         """The packs of each of Megatron-Core's rounds; Megatron-Core itself has a barrier after each.
@@ -102,7 +110,7 @@ class MegatronScheduler:
             PlanError: as :meth:`schedule`.
             SampleTooLongError: as :meth:`schedule`.
         """
-        check_lengths(lengths, self.ranks, self.max_seqlen_per_dp_cp_rank)
+        check_lengths(lengths, self.ranks, self._limit)
         name = available_megatron_scheduler() or BALANCED
         rounds = self._ask(name, lengths)
         try:
@@ -114,7 +122,7 @@ class MegatronScheduler:
 
     def _ask(self, name: str, lengths: Sequence[int]) -> Sequence[Round]:
         """Megatron-Core's answer, one round after the other."""
-        scheduler, limit = _find(name), self.max_seqlen_per_dp_cp_rank
+        scheduler, limit = _find(name), self._limit
         samples = [(sample, int(length)) for sample, length in enumerate(lengths)]
         try:
             if name == DEFAULT_DYNAMIC:
@@ -147,13 +155,17 @@ class MegatronScheduler:
         return [
             Pack(first, c, tuple(sorted(pack)), self.layout)
             for (first, c), share in zip(blocks, shares.values(), strict=True)
-            for pack in _in_order(share, lengths, c * self.max_seqlen_per_dp_cp_rank)
+            for pack in _in_order(share, self._padded(lengths, c), c * self._limit)
         ]
+
+    def _padded(self, lengths: Sequence[int], c: int) -> Sequence[int]:
+        return [self.alignment.padded(int(length), c) for length in lengths] if self.alignment else lengths
 
     def _check(self, packs: Sequence[Pack], lengths: Sequence[int]) -> None:
         """Every rule that holds whatever the mode: samples, groups, limit."""
         microbatches: tuple[MicroBatch, ...] = tuple((pack,) for pack in packs)
-        StepPlan(self.ranks, self.max_seqlen_per_dp_cp_rank, tuple(lengths), microbatches).validate()
+        limit, own = self.max_seqlen_per_dp_cp_rank, self.alignment
+        StepPlan(self.ranks, limit, tuple(lengths), microbatches, alignment=own).validate()
 
 
 _REMEDY = 'use scheduler="dynamic" (DynamicScheduler), which plans any plane'

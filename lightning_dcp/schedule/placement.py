@@ -49,7 +49,7 @@ def _on_blocks(
     """Samples of one size on its blocks: when each is done, and what it holds."""
     if load.speeds is not None:
         return _on_unlike_blocks(load, c, samples, before)
-    overhead, lengths, seconds, capacity = load.cost.pack_overhead, load.lengths, load.share(c), c * load.limit
+    overhead, lengths, seconds, capacity = load.cost.pack_overhead, load.padded(c), load.share(c), c * load.limit
     done = [start + overhead for start in before]
     ready = [(end, number, capacity) for number, end in enumerate(done)]
     heapify(ready)
@@ -77,7 +77,7 @@ def _on_unlike_blocks(
     room = np.full(len(before), capacity)
     taken: dict[int, list[int]] = {}
     for sample in samples:
-        length = load.lengths[sample]
+        length = load.padded(c)[sample]
         later = done + (seconds[sample] + overhead * (room < length)) / speeds
         number = int(later.argmin())
         taken.setdefault(number, []).append(sample)
@@ -103,7 +103,7 @@ def packed(load: Workload, placed: Placement, layout: str) -> tuple[float, list[
     free = [0.0] * load.ranks
     for (first, c), samples in placed.blocks.items():
         end = max(free[first : first + c])
-        for own in best_fit(samples, load.lengths, c * load.limit):
+        for own in best_fit(samples, load.padded(c), c * load.limit):
             end += load.seconds_at(first, c, own)
             packs.append(Pack(first, c, tuple(sorted([load.order[s] for s in own])), layout))
         free[first : first + c] = [end] * c

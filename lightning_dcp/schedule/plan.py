@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from lightning_dcp.errors import PlanError, SampleTooLongError
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 
 Mode = Literal["free", "lockstep"]
 
@@ -41,6 +42,10 @@ class Pack:
         """Tokens of all its samples."""
         return sum(lengths[s] for s in self.samples)
 
+    def padded_lengths(self, lengths: Sequence[int], alignment: Alignment) -> tuple[int, ...]:
+        """Tokens of each of its samples with padding."""
+        return alignment.padded_lengths([lengths[s] for s in self.samples], self.cp_size)
+
 
 MicroBatch = tuple[Pack, ...]
 """One round of packs, at most one a rank."""
@@ -61,6 +66,7 @@ class StepPlan:
         microbatches: the rounds, in the order in which every rank runs its packs.
         mode: ``free`` (no barrier between micro-batches) or ``lockstep`` (no rank without a pack).
         extra: what is only reported, such as ``cost_model``, ``predicted_step_s``, ``lower_bound_s``.
+        alignment: the padding that samples and packs get; ``lengths`` are without.
     """
 
     ranks: int
@@ -69,6 +75,7 @@ class StepPlan:
     microbatches: tuple[MicroBatch, ...]
     mode: Mode = "free"
     extra: dict[str, Any] = field(default_factory=dict, compare=False)
+    alignment: Alignment = NO_ALIGNMENT
 
     def packs(self) -> Iterator[Pack]:
         """All packs, in order of execution."""
@@ -83,7 +90,7 @@ class StepPlan:
         """Raise :class:`PlanError` unless the plan keeps all its rules.
 
         Each sample exactly once; groups aligned, of a size that divides the plane; at most one pack a rank in a
-        micro-batch; no rank over its token limit; a known mode; in lock-step no rank without a pack.
+        micro-batch; no rank over its token limit, padding included; a known mode; in lock-step no rank without a pack.
         """
         if self.mode not in get_args(Mode):
             raise PlanError(f"unknown mode {self.mode!r}: use one of {list(get_args(Mode))}")
@@ -107,11 +114,17 @@ class StepPlan:
             raise PlanError(f"{pack}: samples must be given, each once and ascending")
         if pack.samples[0] < 0 or pack.samples[-1] >= len(self.lengths):
             raise PlanError(f"{pack}: the batch has samples 0..{len(self.lengths) - 1}")
-        tokens = pack.tokens(self.lengths)
+        tokens = sum(pack.padded_lengths(self.lengths, self.alignment))
         if tokens > c * self.max_seqlen_per_dp_cp_rank:
+            padding = f", {self.padding(pack)} of them padding ({self.alignment})," if self.alignment else ""
             raise PlanError(
-                f"{pack}: {tokens} tokens on {c} rank(s) exceed max_seqlen_per_dp_cp_rank={self.max_seqlen_per_dp_cp_rank}"
+                f"{pack}: {tokens} tokens{padding} on {c} rank(s) exceed "
+                f"max_seqlen_per_dp_cp_rank={self.max_seqlen_per_dp_cp_rank}"
             )
+
+    def padding(self, pack: Pack) -> int:
+        """Tokens of padding that one of its packs gets."""
+        return sum(pack.padded_lengths(self.lengths, self.alignment)) - pack.tokens(self.lengths)
 
     def _check_round(self, number: int, microbatch: MicroBatch) -> None:
         busy = [rank for pack in microbatch for rank in pack.ranks]
@@ -130,13 +143,15 @@ class StepPlan:
             ]
             for microbatch in self.microbatches
         ]
-        decisive = {
+        decisive: dict[str, Any] = {
             "ranks": self.ranks,
             "max_seqlen_per_dp_cp_rank": self.max_seqlen_per_dp_cp_rank,
             "mode": self.mode,
             "lengths": list(self.lengths),
             "microbatches": rounds,
         }
+        if self.alignment:
+            decisive["alignment"] = self.alignment.to_json()
         return decisive | {key: value for key, value in self.extra.items() if key not in decisive}
 
     @classmethod
@@ -153,9 +168,10 @@ class StepPlan:
             tuple(Pack(p["first_rank"], p["cp_size"], tuple(p["samples"]), p["layout"]) for p in microbatch)
             for microbatch in data["microbatches"]
         )
-        extra = {key: value for key, value in data.items() if key not in _ENTRIES}
+        extra = {key: value for key, value in data.items() if key not in (*_ENTRIES, "alignment")}
+        alignment = Alignment.from_json(data["alignment"]) if "alignment" in data else NO_ALIGNMENT
         limit = data["max_seqlen_per_dp_cp_rank"]
-        plan = cls(data["ranks"], limit, tuple(data["lengths"]), rounds, data["mode"], extra)
+        plan = cls(data["ranks"], limit, tuple(data["lengths"]), rounds, data["mode"], extra, alignment)
         plan.validate()
         return plan
 

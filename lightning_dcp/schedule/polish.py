@@ -44,7 +44,7 @@ def polish(
     """
     overhead, capacity = load.cost.pack_overhead, c * load.limit
     seconds = np.array([*load.share(c), 0.0])  # sample -1 is none: a move rather than a swap
-    tokens = np.array([*load.lengths, 0])
+    tokens = np.array([*load.padded(c), 0])
     speed = np.array(speeds)
     done = np.array(ends)
     counts = np.array([int(tokens[own].sum()) for own in held])

@@ -68,10 +68,17 @@ def simulate(plan: StepPlan, cost: CostModel, speeds: Sequence[float] | None = N
             free = [max(free)] * plan.ranks
         for pack in microbatch:
             start = max(free[pack.first_rank : pack.first_rank + pack.cp_size])
-            seconds = cost.pack_seconds([plan.lengths[s] for s in pack.samples], pack.cp_size, pack.first_rank)
+            seconds = _pack_seconds(plan, pack, cost)
             if speeds is not None:
                 seconds /= min(speeds[rank] for rank in pack.ranks)
             end = start + seconds
             free[pack.first_rank : pack.first_rank + pack.cp_size] = [end] * pack.cp_size
             runs.append(PackRun(pack, number, start, end))
     return Simulation(plan.ranks, tuple(runs))
+
+
+def _pack_seconds(plan: StepPlan, pack: Pack, cost: CostModel) -> float:
+    """Seconds of a pack at speed 1; samples count with their padding, and so does the pack's own."""
+    lengths = [plan.alignment.padded(plan.lengths[s], pack.cp_size) for s in pack.samples]
+    padding = plan.alignment.in_pack(sum(lengths), pack.cp_size) - sum(lengths)
+    return cost.pack_seconds(lengths, pack.cp_size, pack.first_rank, padding=padding)

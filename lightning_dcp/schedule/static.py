@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from lightning_dcp.errors import PlanError
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 from lightning_dcp.schedule.plan import MicroBatch, Mode, Pack, StepPlan, check_lengths, divisors
 
 
@@ -29,6 +30,7 @@ class StaticScheduler:
         mode: ``free`` or ``lockstep``.
         microbatch_multiple: the number of micro-batches is made a multiple of this, as interleaved pipeline schedules
             need it (Megatron-Core's ``microbatch_group_size_per_vp_stage``); over 1 in ``lockstep`` mode only.
+        alignment: the padding that samples and packs get, which counts as tokens.
     """
 
     ranks: int
@@ -38,6 +40,7 @@ class StaticScheduler:
     mode: Mode = "free"
     _: KW_ONLY
     microbatch_multiple: int = 1
+    alignment: Alignment = NO_ALIGNMENT
 
     def schedule(self, lengths: Sequence[int]) -> StepPlan:
         """Plan a batch.
@@ -47,17 +50,18 @@ class StaticScheduler:
                 every group to have one; a ``microbatch_multiple`` below 1, or over 1 in free mode.
             SampleTooLongError: a sample over ``context_parallel_size * max_seqlen_per_dp_cp_rank`` tokens.
         """
-        c, limit = self.context_parallel_size, self.max_seqlen_per_dp_cp_rank
+        c, limit = self.context_parallel_size, self.alignment.limit(self.max_seqlen_per_dp_cp_rank)
         self._check_settings()
         tokens = check_lengths(lengths, c, limit)
         groups = self.ranks // c
-        packs = next_fit(tokens, c * limit)
+        packs = next_fit([self.alignment.padded(n, c) for n in tokens], c * limit)
         missing = -len(packs) % (groups * self.microbatch_multiple)
         unmet = missing - split_off(packs, missing)
         if unmet and self.mode == "lockstep":
             raise PlanError(self._too_few(len(tokens), len(packs) + unmet))
         rounds = tuple(self._round(packs[i : i + groups]) for i in range(0, len(packs), groups))
-        return StepPlan(self.ranks, limit, tuple(tokens), rounds, self.mode)
+        most = self.max_seqlen_per_dp_cp_rank
+        return StepPlan(self.ranks, most, tuple(tokens), rounds, self.mode, alignment=self.alignment)
 
     def _round(self, packs: Sequence[range]) -> MicroBatch:
         c = self.context_parallel_size
@@ -69,6 +73,8 @@ class StaticScheduler:
             raise PlanError(f"context_parallel_size={c} does not divide the plane of {self.ranks} ranks")
         if self.ranks < 1 or self.max_seqlen_per_dp_cp_rank < 1:
             raise PlanError(f"{self}: ranks and max_seqlen_per_dp_cp_rank must be 1 or more")
+        for problem in self.alignment.problems(self.max_seqlen_per_dp_cp_rank):
+            raise PlanError(f"{problem.asked}: {problem.found}; {problem.remedy}")
         if self.mode not in ("free", "lockstep"):
             raise PlanError(f"unknown mode {self.mode!r}: use 'free' or 'lockstep'")
         if multiple < 1:

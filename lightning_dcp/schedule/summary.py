@@ -19,14 +19,16 @@ class PlanSummary:
     """The numbers of one plan, or their mean over several batches (:func:`mean_summary`).
 
     Padding: the layouts of this package pad nothing, whatever the lengths, since the chunks of a sample need not be of
-    equal size. What a backend that wants equal chunks would add is counted on its own, and so is the room that packs
-    leave below the token limit: it costs no time, since nobody computes on it.
+    equal size; plans for a back end that needs padding say so. What a backend that wants equal chunks would add is
+    counted on its own, and so is the room that packs leave below the token limit: it costs no time, since nobody
+    computes on it.
 
     Attributes:
         predicted_step_s: seconds of the step by the cost model.
         lower_bound_s: seconds that no plan of this batch can beat.
         busy_share: part of the time of all ranks in which they work on packs, 0 to 1.
         tokens: of the whole batch.
+        padding: tokens that the plan's own alignment adds to its samples and packs.
         padding_to_multiples: tokens that a backend adds that pads each sample to a multiple of 2 x CP size, as
             Transformer Engine's ring attention needs; a pack on one rank is not padded.
         capacity: tokens that the plan's packs could hold: ranks x ``max_seqlen_per_dp_cp_rank``, over all packs.
@@ -41,6 +43,7 @@ class PlanSummary:
     lower_bound_s: float
     busy_share: float
     tokens: float
+    padding: float
     padding_to_multiples: float
     capacity: float
     packs_by_cp_size: dict[int, float]
@@ -96,6 +99,7 @@ def summarize(
         lower_bound_s=lower_bound_s,
         busy_share=simulation.busy_share,
         tokens=sum(plan.lengths),
+        padding=sum(plan.padding(pack) for pack in plan.packs()),
         padding_to_multiples=_padding_to_multiples(plan),
         capacity=sum(size * count for size, count in sizes.items()) * plan.max_seqlen_per_dp_cp_rank,
         packs_by_cp_size={size: sizes[size] for size in sorted(sizes)},

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 from lightning_dcp.schedule.cost import CostModel, FloatArray
 
 Sizes = NDArray[np.int64]
@@ -27,6 +28,8 @@ class Workload:
         cost: what packs cost.
         sizes: the CP sizes that may be used, ascending, each dividing the next.
         speeds: speed of each rank, or ``None`` if all are alike.
+        alignment: the padding that samples and packs get. Samples count with it in all that depends on a CP size, and
+            ``limit`` is what the limit asked for leaves room for.
     """
 
     def __init__(
@@ -37,13 +40,16 @@ class Workload:
         cost: CostModel,
         sizes: tuple[int, ...],
         speeds: tuple[float, ...] | None = None,
+        alignment: Alignment = NO_ALIGNMENT,
     ) -> None:
-        self.ranks, self.limit, self.cost, self.sizes, self.speeds = ranks, limit, cost, sizes, speeds
+        self.ranks, self.limit, self.cost, self.sizes, self.speeds = ranks, alignment.limit(limit), cost, sizes, speeds
+        self.alignment = alignment
         array = np.asarray(lengths, dtype=np.int64)
         ranked = np.argsort(-array, kind="stable")
         self.order: list[int] = ranked.tolist()
         self.tokens: NDArray[np.int64] = array[ranked]
         self.lengths: list[int] = self.tokens.tolist()
+        self._padded: dict[int, list[int]] = {}
         self._attention: dict[int, list[float]] = {}
         self._shares: dict[int, list[float]] = {}
         self._coefficients: dict[tuple[int, bool], tuple[float, float, float, float]] = {}
@@ -53,8 +59,15 @@ class Workload:
         """Seconds of each sample on each rank, alone in its pack, by size; infinite where it does not fit."""
         return {c: self._alone(c) for c in self.sizes}
 
+    def padded(self, c: int) -> list[int]:
+        """Tokens of each sample on c ranks, padding included."""
+        if c not in self._padded:
+            self._padded[c] = self.alignment.padded(self.tokens, c).tolist() if self.alignment else self.lengths
+        return self._padded[c]
+
     def _alone(self, c: int) -> FloatArray:
-        seconds = self.cost.sample_seconds(self.tokens, c, spans_nodes=self.spans_nodes(c))
+        tokens = self.alignment.padded(self.tokens, c)
+        seconds = self.cost.sample_seconds(tokens, c, spans_nodes=self.spans_nodes(c))
         return np.where(self.tokens <= c * self.limit, seconds, np.inf)
 
     def spans_nodes(self, c: int) -> bool:
@@ -65,14 +78,15 @@ class Workload:
     def share(self, c: int) -> list[float]:
         """Seconds that each sample adds to a pack on each rank of its group."""
         if c not in self._shares:
-            alone = self.cost.sample_seconds(self.tokens, c, spans_nodes=self.spans_nodes(c))
+            tokens = self.alignment.padded(self.tokens, c)
+            alone = self.cost.sample_seconds(tokens, c, spans_nodes=self.spans_nodes(c))
             self._shares[c] = (alone - self.cost.pack_overhead).tolist()
         return self._shares[c]
 
     def attention(self, c: int) -> list[float]:
         """Seconds of attention of each sample on each rank."""
         if c not in self._attention:
-            self._attention[c] = self.cost.attention_seconds(self.tokens, c).tolist()
+            self._attention[c] = self.cost.attention_seconds(self.alignment.padded(self.tokens, c), c).tolist()
         return self._attention[c]
 
     def coefficients(self, c: int, spans_nodes: bool) -> tuple[float, float, float, float]:
@@ -85,20 +99,21 @@ class Workload:
         return self._coefficients[key]
 
     def seconds_of(self, c: int, tokens: int, attention: float) -> float:
-        """Seconds of a pack of so many tokens and so much attention on each rank of its group, at speed 1.
+        """Seconds of a pack of so many padded tokens and so much attention on each rank of its group, at speed 1.
 
         The cost model's formula with the constants taken out, for inner loops. Groups of a size that may span nodes
         count as if they did.
         """
+        if self.alignment:
+            tokens = self.alignment.in_pack(tokens, c)
         return self._seconds(self.coefficients(c, self.spans_nodes(c)), tokens, attention)
 
     def seconds_at(self, first: int, c: int, samples: Sequence[int]) -> float:
         """Seconds of a pack in its place: whether its group spans nodes and how fast its ranks are is known there."""
         coefficients = self.coefficients(c, self.cost.spans_nodes(first, c))
-        lengths, attention = self.lengths, self.attention(c)
-        seconds = self._seconds(
-            coefficients, sum([lengths[s] for s in samples]), math.fsum([attention[s] for s in samples])
-        )
+        lengths, attention = self.padded(c), self.attention(c)
+        tokens = self.alignment.in_pack(sum([lengths[s] for s in samples]), c)
+        seconds = self._seconds(coefficients, tokens, math.fsum([attention[s] for s in samples]))
         return seconds if self.speeds is None else seconds / min(self.speeds[first : first + c])
 
     def _seconds(self, coefficients: tuple[float, float, float, float], tokens: int, attention: float) -> float:

@@ -143,6 +143,7 @@ def test_all_bad_options_are_told_at_once():
             ranks_per_node=0,
             microbatch_multiple=0,
             rank_speeds=(1.0,),
+            alignment="fp8",
         )
     text = str(caught.value)
     names = {field.name for field in fields(DynamicScheduler)} - {"ranks", "cost", "layout"}
