@@ -723,6 +723,12 @@ class DCPStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Give the module its own ``forward`` back, and end the threads."""
+        try:
+            self._end_checkpoints()
+        finally:
+            self._tear_down()
+
+    def _tear_down(self) -> None:
         self._end_checkpoints()
         if self._planner is not None:
             self._planner.close()

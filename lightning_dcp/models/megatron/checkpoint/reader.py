@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_dcp.errors import CheckpointError
 from lightning_dcp.models.megatron.checkpoint.optimizers import PREFIX
-from lightning_dcp.models.megatron.checkpoint.text import listed
+from lightning_dcp.models.megatron.checkpoint.text import listed, naming_failures
 from lightning_dcp.models.megatron.checkpoint.weights import Sharded
 from lightning_dcp.models.megatron.cpu import on_cpu
 
@@ -27,10 +27,13 @@ def read(sharded: Mapping[str, Any], path: Path, device: torch.device) -> dict[s
         sharded: names of this rank to shards; may be nested.
         path: the checkpoint.
         device: the run's.
+
+    Raises:
+        CheckpointError: a rank cannot read.
     """
     from megatron.core import dist_checkpointing
 
-    with on_cpu(device):
+    with on_cpu(device), naming_failures(f"the checkpoint {path} could not be read"):
         return dict(dist_checkpointing.load(dict(sharded), str(path), validate_access_integrity=False))
 
 

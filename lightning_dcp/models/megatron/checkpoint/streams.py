@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ def random_states(device: torch.device) -> States:
     """This rank's random states, as tensors and numbers."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     states = {
         "python": random.getstate(),
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],

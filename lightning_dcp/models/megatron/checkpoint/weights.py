@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dcp.errors import CheckpointError
 from lightning_dcp.models.megatron.checkpoint.text import listed
@@ -32,7 +32,9 @@ def sharded_chunks(model: MegatronModel, path: str) -> list[Sharded]:
 
     chunks = []
     for chunk in model.chunks:
-        sharded = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # a key for each layer
+        sharded = cast("Any", chunk).sharded_state_dict(
+            metadata={"non_homogeneous_layers": True}
+        )  # a key for each layer
         replace_prefix_for_sharding(sharded, "", f"{path}.")
         chunks.append(sharded)
     return chunks
@@ -91,7 +93,7 @@ def named_parameters(module: nn.Module) -> dict[int, NamedParameter]:
     return named
 
 
-def _in_model(model: MegatronModel, path: str) -> Iterator[tuple[nn.Parameter, NamedParameter]]:
+def _in_model(model: MegatronModel, path: str) -> Iterator[tuple[Tensor, NamedParameter]]:
     shards = {id(s.data): s for chunk in sharded_chunks(model, path) for s in chunk.values()}
     for weight in weights_of(model):
         if id(weight.parameter) in shards:

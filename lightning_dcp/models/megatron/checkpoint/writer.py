@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from lightning_dcp.models.megatron.checkpoint.directory import begin, commit, unfinished
+from lightning_dcp.models.megatron.checkpoint.text import naming_failures
 from lightning_dcp.models.megatron.checkpoint.weights import Sharded
 from lightning_dcp.models.megatron.cpu import on_cpu
 
@@ -31,7 +32,8 @@ def planned_write(
         snapshot: copy this rank's shards to the CPU, so that training may go on before they are written.
 
     Returns:
-        Writes the shards and, once all ranks have, gives the checkpoint its name.
+        Writes the shards and, once all ranks have, gives the checkpoint its name. Raises CheckpointError on all ranks if one
+        cannot write.
     """
     from megatron.core import dist_checkpointing
 
@@ -42,7 +44,8 @@ def planned_write(
 
 
 def _write_and_commit(write: Callable[[], None], path: Path) -> None:
-    write()
+    with naming_failures(f"the checkpoint {path} could not be written"):
+        write()
     if dist.get_rank() == 0:
         _complete(unfinished(path))
         commit(path)
@@ -101,7 +104,8 @@ class BackgroundWrite:
     """
 
     def __init__(self, path: Path, write: Callable[[], None]) -> None:
-        self.path, self._write, self._error = path, write, None
+        self.path, self._write = path, write
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -109,7 +113,7 @@ class BackgroundWrite:
         try:
             self._write()
         except BaseException as error:
-            self._error: BaseException | None = error
+            self._error = error
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it is written, or for so long; whether it is.
