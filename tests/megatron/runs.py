@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
@@ -43,12 +44,23 @@ class SmallGPT(MegatronGPT):
         config: fields of the TransformerConfig.
         logits: compute the loss from logits in the step, in full precision; else from the losses that the model gives.
         lr: of SGD.
+        extra: a callback.
         **options: of MegatronGPT.
     """
 
-    def __init__(self, config: dict[str, Any], logits: bool = True, lr: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        logits: bool = True,
+        lr: float = 1.0,
+        extra: L.Callback | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(config, VOCABULARY, **options)
-        self.logits, self.lr = logits, lr
+        self.logits, self.lr, self.extra = logits, lr, extra
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [] if self.extra is None else [self.extra]
 
     def configure_model(self) -> None:
         super().configure_model()

@@ -17,6 +17,7 @@ LAYOUTS = {
     "TP2": (4, {"tensor_model_parallel_size": 2}),
     "TP2+SP": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "PP2": (4, {"pipeline_model_parallel_size": 2}),
+    "PP2xTP2": (4, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
     "PP2xTP2+SP": (8, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "VPP2xPP2": (4, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 }
@@ -45,3 +46,17 @@ def test_dense_models_agree_with_one_process(ranks, dense, layout, reverse):
     world, strategy = LAYOUTS[layout]
     for own in ranks.run(job, world, runs.DENSE, world, strategy, reverse):
         assert_same(own, dense, 1e-9)
+
+
+def static(tensor, context):
+    strategy = {"dynamic_context_parallel": False, "context_parallel_size": context}
+    return runs.fit(runs.DENSE, LENGTHS, 3, strategy | {"tensor_model_parallel_size": tensor})
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 2), (2, 2)])
+def test_the_shown_loss_is_the_same_with_static_context_parallelism(ranks, tensor, context):
+    expected = ranks.run(static, 1, 1, 1)[0]
+    assert {"train_loss"} <= expected["logged"].keys()
+    for own in ranks.run(static, tensor * context, tensor, context):
+        assert_same(own, expected, 1e-9)
+        assert {size for sizes in own["cp_sizes"] for size in sizes} == {context}
