@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dcp.batch.labels import Batch, shifted_labels
-from lightning_dcp.errors import ConfigurationError, Problem, raise_problems
+from lightning_dcp.errors import CheckpointError, ConfigurationError, Problem, raise_problems
 from lightning_dcp.lm import LanguageModel
 from lightning_dcp.models.megatron import MegatronModel, compat, layer_spec, model_parallel_fields
 from lightning_dcp.models.megatron.huggingface import describe, load_huggingface, read_config, save_huggingface
@@ -171,6 +171,19 @@ class MegatronGPT(LanguageModel):
             companions=self.huggingface,
         )
 
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for this module: its weights are shards, and it has none of its own before a run starts.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(
+            f"asked: {cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}); found: shards, which the ranks of a "
+            "run read together; do: make the module and give trainer.fit, validate, test or predict the directory as ckpt_path, "
+            "with DCPStrategy, on any layout, one process included; save_huggingface then writes weights that need no run"
+        )
+
     def configure_model(self) -> None:
         """Make this rank's part of the model.
 
@@ -250,7 +263,7 @@ class MegatronGPT(LanguageModel):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the auxiliary losses of mixtures of experts, means over layers without coefficients."""
-        if auxiliary_names(self.model.config):
+        if isinstance(self.model, MegatronModel) and auxiliary_names(self.model.config):
             self.log_dict(auxiliary_losses(self.model))
 
     def _evaluate(self, batch: Batch, name: str) -> None:

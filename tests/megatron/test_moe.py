@@ -45,8 +45,15 @@ def whole(ranks):
     return ranks.run(job, 1, SMALL, 1, {})[0]
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["", "reversed"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = [("EP2", False), ("EP2xTP2+SP", False), ("EP2xTP2+SP", True), ("EP2xPP2", False)]
+RUNS = [
+    pytest.param(layout, reverse, marks=[pytest.mark.slow] * ((layout, reverse) not in QUICK))
+    for layout in LAYOUTS
+    for reverse in (False, True)
+]
+
+
+@pytest.mark.parametrize(("layout", "reverse"), RUNS)
 def test_experts_on_several_ranks_agree_with_one_process(ranks, whole, layout, reverse):
     """Loss, gradients (those of experts among them) and weights."""
     world, strategy, config = LAYOUTS[layout]

@@ -169,6 +169,12 @@ def config_fields() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(find("megatron.core.transformer.TransformerConfig")))
 
 
+def submodules_of(layer: Any) -> Any:
+    """What a layer of a spec is made of; None if it says nothing. Later releases spell some as a call with keywords left."""
+    own = getattr(layer, "submodules", None)
+    return own if own is not None else getattr(layer, "keywords", {}).get("submodules")
+
+
 def attending() -> tuple[type, ...]:
     """Classes of Megatron-Core's modules that attend by themselves, as far as they are imported: others have no instances."""
     found = []

@@ -25,6 +25,14 @@ def balancing_coefficients(config: Any) -> dict[str, float]:
     return {kind: c for kind, c in zip(kinds, coefficients, strict=True) if kind in BALANCING and c}
 
 
+def auxiliary_names(config: Any) -> list[str]:
+    """The names of the auxiliary losses that a TransformerConfig asks for."""
+    if not config.num_moe_experts:
+        return []
+    names = [BALANCING[kind] for kind in balancing_coefficients(config)]
+    return [*names, Z_LOSS] if config.moe_z_loss_coeff else names
+
+
 def load_balancing_parts(
     kinds: Mapping[str, float], scores: Tensor, chosen: Tensor, rows: RouterRows, topk: int
 ) -> dict[str, Tensor]:
@@ -43,9 +51,8 @@ def load_balancing_parts(
         Scalars. ``aux_s = E / (L_s^2 k) * sum_i count_i(s) sum_t p_i(t)`` of each sample, weighted by ``L_s / batch_tokens``
         (``aux_loss``) or ``1 / batch_samples`` (``seq_aux_loss``).
     """
-    dtype = torch.promote_types(scores.dtype, torch.float32)
     counts = chosen.new_zeros((rows.num_samples, chosen.shape[1]), dtype=torch.int64)
-    counts = rows.summed(counts.index_add_(0, rows.sample, chosen.to(torch.int64))).to(dtype)
+    counts = rows.summed(counts.index_add_(0, rows.sample, chosen.to(torch.int64))).to(scores.dtype)
     lengths = counts.sum(1, keepdim=True).div(topk).clamp(min=1)
     parts = {}
     for kind in kinds:
@@ -109,9 +116,7 @@ def auxiliary_losses(model: MegatronModel) -> dict[str, Tensor]:
         ``load_balancing_loss``, ``seq_load_balancing_loss`` and ``z_loss``, those that the config asks for: the mean over
         layers, without coefficients, the same on every rank.
     """
-    names = [BALANCING[kind] for kind in balancing_coefficients(model.config)]
-    names += [Z_LOSS] if model.config.moe_z_loss_coeff else []
-    routers = list(routers_of(model))
+    names, routers = auxiliary_names(model.config), list(routers_of(model))
     device = next(model.parameters()).device
     sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
     for router in routers:

@@ -105,6 +105,7 @@ def context_parallel_router() -> type:
             chosen, scores = compute_routing_scores_for_aux_loss(
                 logits, self.topk, self.score_function, fused=self.config.moe_router_fusion, padding_mask=~rows.real
             )
+            scores = scores.to(torch.promote_types(scores.dtype, logits.dtype))  # sums in the router's precision
             parts = auxiliary.load_balancing_parts(coefficients, scores, chosen, rows, self.topk)
             return self._attached(
                 probs, rows, {auxiliary.BALANCING[kind]: (coefficients[kind], part) for kind, part in parts.items()}

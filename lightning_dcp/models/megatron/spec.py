@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, Literal
 
+from lightning_dcp.models.megatron.compat import submodules_of
 from lightning_dcp.models.megatron.core_attention import ContextParallelCoreAttention
 from lightning_dcp.models.megatron.norm import TorchNorm
 from lightning_dcp.models.megatron.router import context_parallel_router
@@ -70,6 +71,6 @@ def _put_ours(spec: Any, use_te: bool) -> None:
             for name in names:
                 if getattr(owner, name) not in (IdentityOp, None):
                     setattr(owner, name, TorchNorm)
-    experts: Any = getattr(layer.mlp, "submodules", None)
+    experts = submodules_of(layer.mlp)
     if hasattr(experts, "router"):
         experts.router = context_parallel_router()
