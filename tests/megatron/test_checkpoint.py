@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load
 
 from lightning_dcp import DCPError, next_token_loss
+from lightning_dcp.errors import CheckpointError
 from lightning_dcp.models.megatron.weights import whole_weights
 from tests.megatron.runs import DENSE, MOE, VOCABULARY, SmallGPT
 from tests.support.training import Recorder, TinyModule, loader, trainer
@@ -283,6 +284,13 @@ def test_what_is_no_checkpoint_of_the_module_is_refused(ranks: Any, first: Any, 
     assert "shards of a Megatron-Core model, and none in the module" in texts[3]
     assert "found: a file; do: give a directory" in texts[4]
     assert "AsyncCheckpointIO" in texts[5]
+
+
+def test_loading_outside_a_run_says_what_to_do_instead() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"give trainer\.fit, validate, test or predict the directory as ckpt_path"
+    ):
+        Trained.load_from_checkpoint("runs/step=3.ckpt")
 
 
 def without_random_states(directory: str) -> list[str]:
