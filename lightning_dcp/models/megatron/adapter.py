@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from lightning_dcp.errors import Problem, RegionError
 from lightning_dcp.models.adapter import ModelAdapter
 from lightning_dcp.models.call import RegionCall
+from lightning_dcp.models.megatron.alignment import has_transformer_engine_attention, needed_alignment
 from lightning_dcp.models.megatron.model import MegatronModel
 from lightning_dcp.models.megatron.model_problems import model_problems
 from lightning_dcp.models.megatron.randomness import seed_states
 from lightning_dcp.models.megatron.scope import PackScope
 from lightning_dcp.models.pack import ActivePack
+from lightning_dcp.schedule.alignment import Alignment
 
 
 class StageOutput(BaseException):
@@ -33,6 +36,7 @@ class MegatronAdapter(ModelAdapter):
     """A :class:`MegatronModel`: its layers find the pack in the model's scope, and attention needs no mode.
 
     Attributes:
+        alignment: the padding that layers of Transformer Engine and FP8 need.
         last_output: what the last call on a pack gave on this rank, with its graph; the pipeline starts the backward of a
             pack without targets there.
     """
@@ -42,12 +46,22 @@ class MegatronAdapter(ModelAdapter):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
+        self.alignment = self.needed_alignment()
         self.last_output: Tensor | None = None
         self._last: tuple[ActivePack, Any] | None = None
+
+    def needed_alignment(self) -> Alignment:
+        """The padding that the config and the layers need."""
+        te = has_transformer_engine_attention(self.module)
+        return needed_alignment(self.module.config, transformer_engine_attention=te)
 
     def problems(self, name: str) -> Iterator[Problem]:
         """What config and layers ask for that does not run over CP groups."""
         yield from model_problems(self.module, name)
+
+    def serving(self) -> AbstractContextManager[Any]:
+        """A backward leaves the scope of its last call behind; put back what was there."""
+        return self.module.scope.kept()
 
     def call(self, call: RegionCall) -> Any:
         """Run the chunk under way; on a stage before the last, end the step."""

@@ -62,6 +62,15 @@ class Scope:
         finally:
             self.current = before
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around forwards and backwards: what they leave behind is not there for calls outside steps."""
+        before = self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
     def mark(self, out: Tensor, scope: PackScope) -> Tensor:
         """The identity of a call's output; its backward makes the call's scope the current one."""
         return _BackwardEnters.apply(out, self, scope) if out.requires_grad else out
