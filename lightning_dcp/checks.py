@@ -225,36 +225,6 @@ def checkpoint_problems(strategy: DCPStrategy, *, sharded: bool) -> list[Problem
     return []
 
 
-def checkpoint_problems(strategy: DCPStrategy, *, sharded: bool) -> list[Problem]:
-    """Ways to write checkpoints that do not fit the module."""
-    if strategy.async_checkpoint and not sharded:
-        return [
-            Problem(
-                "async_checkpoint=True",
-                "a module without a MegatronModel, whose checkpoints are Lightning's own files",
-                "give checkpoint_io=lightning.pytorch.plugins.AsyncCheckpointIO() instead",
-            )
-        ]
-    if sharded and isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
-        return [
-            Problem(
-                "an AsyncCheckpointIO",
-                "a module with a MegatronModel, whose checkpoints are directories that are renamed when all is written",
-                "use DCPStrategy(async_checkpoint=True) instead",
-            )
-        ]
-    return []
-
-
-def alignment_problems(strategy: DCPStrategy, alignment: Alignment) -> list[Problem]:
-    """What does not go with the padding that a model's back end needs."""
-    problems = alignment.problems(strategy.max_seqlen_per_dp_cp_rank)
-    if alignment and strategy.outputs == "sharded":
-        found = f"a back end that needs padding ({alignment}), which a rank's own tokens have no place for"
-        problems.append(Problem('outputs="sharded"', found, 'use outputs="gathered" or "auto"'))
-    return problems
-
-
 def loader_problems(dataloader: object) -> list[Problem]:
     """Samplers that would give each rank a part of the data: all ranks must read the same batch."""
     samplers = [
