@@ -39,7 +39,13 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(Problem(f"{name}={value!r}", "not a positive whole number", f"give {name} of 1 or more"))
-    for name in ("plan_ahead", "fused_linear_cross_entropy", "sequence_parallel", "async_checkpoint"):
+    for name in (
+        "distributed_optimizer",
+        "plan_ahead",
+        "fused_linear_cross_entropy",
+        "sequence_parallel",
+        "async_checkpoint",
+    ):
         if not isinstance(getattr(strategy, name), bool):
             problems.append(
                 Problem(f"{name}={getattr(strategy, name)!r}", "neither True nor False", "give one of them")

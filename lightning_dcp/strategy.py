@@ -38,7 +38,8 @@ from lightning_dcp.launcher import DCPSubprocessLauncher
 from lightning_dcp.loss.weighting import LossNormalization, backward_scale
 from lightning_dcp.models.megatron import MegatronAdapter, MegatronModel
 from lightning_dcp.models.megatron.checkpoint import ShardedCheckpoints, hyper_parameters, is_sharded, outside_state
-from lightning_dcp.models.megatron.clipping import clip_by_norm, gradient_norm
+from lightning_dcp.models.megatron.clipping import clip_by_norm, counted, gradient_norm
+from lightning_dcp.models.megatron.distributed_optimizer import DistributedOptimizer, distributed_problems
 from lightning_dcp.models.megatron.gradients import megatron_models, reduce_gradients, sync_parameters
 from lightning_dcp.models.megatron.pipeline import LossOfNothing, run_schedule
 from lightning_dcp.models.region import Regions, backward_of_nothing
@@ -85,6 +86,10 @@ class DCPStrategy(DDPStrategy):
         expert_model_parallel_size: ranks that a mixture-of-experts layer's experts are dealt out to.
         expert_tensor_parallel_size: ranks that share an expert's weights; by default ``tensor_model_parallel_size``.
             These five are for Megatron-Core models (:class:`~lightning_dcp.MegatronModel`).
+        distributed_optimizer: Megatron-Core's: each rank of the plane keeps the optimizer state of its share of the models'
+            weights, in float32, and updates it. For Megatron-Core models in float32 or bfloat16 and one
+            ``torch.optim.AdamW`` from ``configure_optimizers``, whose settings and schedulers stay in force. These weights
+            have no ``.grad``; clipping and :meth:`gradient_norm` know their gradients.
         loss_normalization: what the loss that ``training_step`` returns is over one batch: a mean over target
             ``tokens``, a mean over ``samples``, or a ``sum``.
         layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not; or
@@ -153,6 +158,7 @@ class DCPStrategy(DDPStrategy):
         virtual_pipeline_model_parallel_size: int | None = None,
         expert_model_parallel_size: int = 1,
         expert_tensor_parallel_size: int | None = None,
+        distributed_optimizer: bool = False,
         loss_normalization: LossNormalization = "tokens",
         layout: str = "zigzag",
         attention: Literal["auto", "ring", "all_gather", "ulysses"] = "auto",
@@ -198,6 +204,7 @@ class DCPStrategy(DDPStrategy):
         self.virtual_pipeline_model_parallel_size = virtual_pipeline_model_parallel_size
         self.expert_model_parallel_size = expert_model_parallel_size
         self.expert_tensor_parallel_size = expert_tensor_parallel_size
+        self.distributed_optimizer = distributed_optimizer
         self.loss_normalization: LossNormalization = loss_normalization
         self.layout = layout
         self.attention_settings = AttentionSettings(attention, attention_kernel, links)
@@ -233,6 +240,7 @@ class DCPStrategy(DDPStrategy):
         self._watchdog: Watchdog | None = None
         self._outputs = GATHERED
         self._warning_filter: Any = None
+        self._distributed: DistributedOptimizer | None = None
         self._stash: list[Tensor | None] | None = None
         self._scaled_loss: Tensor | None = None
         self._running_packs = False
@@ -360,6 +368,7 @@ class DCPStrategy(DDPStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+            self._distributed = self._make_distributed() if self.distributed_optimizer else None
         # Logged values are joined over all ranks already (lightning_dcp.step.logs), which Lightning cannot know.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._warning_filter = warnings.filters[0]
@@ -445,6 +454,8 @@ class DCPStrategy(DDPStrategy):
         accumulate = self._trainer.accumulate_grad_batches
         first = self._trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
         before = self._take_gradients() if first else []  # left over from the window before
+        if first and self._distributed is not None:
+            self._distributed.zero()
         if not self._sees_gradients_before_zero_grad():
             before.clear()  # they would take memory while the packs run
         after = partial(self._in_schedule if self.topology.is_pipeline else self._pack_backward, accumulate)
@@ -458,8 +469,10 @@ class DCPStrategy(DDPStrategy):
 
     def _zeros_for_none(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Gradients of a batch without targets: its packs ran no backward, but optimizers take steps without gradients, too."""
-        pairs = zip(self._module.parameters(), gradients, strict=True)
-        return [torch.zeros_like(p) if g is None and p.requires_grad else g for p, g in pairs]
+        own, pairs = self._distributed, zip(self._module.parameters(), gradients, strict=True)
+        wanted = [g is None and p.requires_grad and not (own and own.holds(p)) for p, g in pairs]
+        every = zip(self._module.parameters(), gradients, wanted, strict=True)
+        return [torch.zeros_like(p) if want else g for p, g, want in every]
 
     def _sees_gradients_before_zero_grad(self) -> bool:
         hook, trainer = "on_before_zero_grad", self._trainer
@@ -593,7 +606,8 @@ class DCPStrategy(DDPStrategy):
         if not self._trainer.fit_loop._should_accumulate():
             self.gradient_reductions += 1
             with self._naming_failures():
-                reduce_gradients(module, self.groups, self.clock)
+                own = self._distributed
+                reduce_gradients(module, self.groups, self.clock, None if own is None else own.reduce)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def gradient_norm(self, optimizer: Optimizer | None = None, *, norm_type: float = 2.0) -> Tensor:
@@ -610,14 +624,38 @@ class DCPStrategy(DDPStrategy):
         Returns:
             float64 without dimensions, the same on all ranks; NaN or infinite on all if a gradient is on any.
         """
-        module = self._module
+        module, own = self._module, self._distributed
         parameters = module.parameters() if optimizer is None else self.precision_plugin.main_params(optimizer)
+        gradients = counted(parameters, module, self.groups) + ([] if own is None else own.gradients())
+        spread = own is not None or self.topology.is_model_parallel
         with self._naming_failures():
-            return gradient_norm(parameters, module, self.groups, self.clock, norm_type=norm_type)
+            return gradient_norm(gradients, self.clock, device=self.root_device, norm_type=norm_type, spread=spread)
+
+    def _clipped(self, optimizer: Optimizer) -> list[Tensor]:
+        """What has the gradients of an optimizer's weights."""
+        shares = [] if self._distributed is None else self._distributed.shares()
+        return [*self.precision_plugin.main_params(optimizer), *shares]
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """In place of the precision plugin's, which knows this rank's gradients only."""
-        clip_by_norm(self.precision_plugin.main_params(optimizer), clip_val, self.gradient_norm(optimizer))
+        clip_by_norm(self._clipped(optimizer), clip_val, self.gradient_norm(optimizer))
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """In place of the precision plugin's, which does not know where the distributed optimizer has gradients."""
+        torch.nn.utils.clip_grad_value_(self._clipped(optimizer), clip_val)
+
+    def _make_distributed(self) -> DistributedOptimizer:
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        raise_problems(distributed_problems(self._module, self.optimizers, scaled=scaled))
+        return DistributedOptimizer(self._module, self.optimizers[0], self.groups, self.root_device)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """As in Lightning; the distributed optimizer updates the weights that it holds after the others."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._distributed is not None:
+            with self._naming_failures():
+                self._distributed.step()
+        return output
 
     def setup_precision_plugin(self) -> None:
         """Make the plugin clip by the norm over all ranks (unless it has its own way), and skip steps on all ranks or none."""
@@ -625,6 +663,8 @@ class DCPStrategy(DDPStrategy):
         plugin: Any = self.precision_plugin
         if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
             plugin.clip_grad_by_norm = self._clip_grad_by_norm
+        if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
+            plugin.clip_grad_by_value = self._clip_grad_by_value
         if self.topology.is_model_parallel:
             share_found_infinities(plugin)
 
@@ -741,7 +781,11 @@ class DCPStrategy(DDPStrategy):
             warnings.filters.remove(self._warning_filter)  # type: ignore[attr-defined]
         if self.lightning_module is not None:
             release_metrics(self.lightning_module)
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
+        if self._distributed is not None:
+            self._distributed.close()
+            self._distributed = None
         super().teardown()
 
 

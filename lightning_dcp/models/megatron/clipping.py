@@ -15,52 +15,46 @@ from lightning_dcp.models.megatron.model import MegatronModel
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.groups import ParallelGroups
 
+Counted = list[tuple[Tensor, int]]
+"""Gradients, each with the number of ranks that hold the same values; 0 for one that another speaks for."""
 
-@torch.no_grad()
+
 def gradient_norm(
-    parameters: Iterable[nn.Parameter],
-    module: nn.Module,
-    groups: ParallelGroups,
-    clock: WaitClock,
-    *,
-    norm_type: float = 2.0,
+    gradients: Counted, clock: WaitClock, *, device: torch.device, norm_type: float, spread: bool
 ) -> Tensor:
     """The norm of gradients that have been reduced, as one process with the whole model has it.
 
     Collective over the world where ranks hold different weights. A rank's part of a split weight counts as such; what
-    several ranks hold a copy of (norms, routers, biases behind row-parallel layers, the embedding that the last stage shares
-    with the first, weights outside Megatron-Core models, everything over the plane) counts once. NaN or infinity in the
-    gradients of any rank gives NaN or infinity on all.
+    several ranks hold a copy of counts once: norms, routers, biases behind row-parallel layers, weights outside
+    Megatron-Core models, everything over the plane. NaN or infinity on any rank gives NaN or infinity on all.
 
     Args:
-        parameters: this rank's; those without a gradient count as 0.
-        module: the whole module; what is not of a :class:`MegatronModel` of its is the same on all ranks.
-        groups: the groups in force.
+        gradients: this rank's, by :func:`counted`.
         clock: counts the wait for other ranks.
+        device: where the norm will lie.
         norm_type: p of the p-norm, above 0; ``math.inf`` for the largest entry.
+        spread: whether ranks hold different gradients.
 
     Returns:
         float64 without dimensions, the same on all ranks.
     """
-    held = [p for p in parameters if p.grad is not None]
-    device = held[0].device if held else next(module.parameters()).device
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
-    for parameter, copies in _with_copies(held, module, groups):
-        if parameter.grad is not None:
-            by_copies[copies].append(_wide(parameter.grad))
+    for gradient, copies in gradients:
+        if copies:
+            by_copies[copies].append(_wide(gradient))
     norms = {n: nn.utils.get_total_norm(grads, norm_type).to(device, torch.float64) for n, grads in by_copies.items()}
     if math.isinf(norm_type):
-        return _largest([*norms.values()], device, groups, clock)
+        return _largest([*norms.values()], device, clock, spread)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, norm in norms.items():
-        total += norm**norm_type / copies
-    if groups.topology.is_model_parallel:
+        total += norm**norm_type / (copies if spread else 1)
+    if spread:
         with clock.waiting():
             dist.all_reduce(total)
     return total ** (1 / norm_type)
 
 
-def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale this rank's gradients by ``min(1, max_norm / (norm + 1e-6))``, as torch's ``clip_grad_norm_``.
 
     A norm of NaN makes all gradients NaN, one of infinity makes them 0 (and NaN where they are infinite); on all ranks.
@@ -71,10 +65,10 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tens
         nn.utils.clip_grads_with_norm_([p for p in held if p.grad is not None and p.grad.dtype == dtype], max_norm, own)
 
 
-def _largest(norms: list[Tensor], device: torch.device, groups: ParallelGroups, clock: WaitClock) -> Tensor:
+def _largest(norms: list[Tensor], device: torch.device, clock: WaitClock, spread: bool) -> Tensor:
     """The largest of all ranks' norms, or NaN; a reduction by maximum may lose NaN on its way."""
     own = torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64, device=device)
-    if not groups.topology.is_model_parallel:
+    if not spread:
         return own
     every = torch.empty(dist.get_world_size(), dtype=own.dtype, device=device)
     with clock.waiting():
@@ -87,31 +81,29 @@ def _wide(gradient: Tensor) -> Tensor:
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
-def _with_copies(
-    parameters: Iterable[nn.Parameter], module: nn.Module, groups: ParallelGroups
-) -> Iterator[tuple[nn.Parameter, int]]:
-    """Parameters with the number of ranks that hold the same values; those that another parameter speaks for are left out."""
-    if not groups.topology.is_model_parallel:
-        yield from ((parameter, 1) for parameter in parameters)
-        return
-    known = {id(p): n for model in megatron_models(module) for p, n in _copies(model, groups)}
+def counted(parameters: Iterable[nn.Parameter], module: nn.Module, groups: ParallelGroups) -> Counted:
+    """The gradients of parameters with the number of ranks that hold the same.
+
+    Args:
+        parameters: this rank's; those without a gradient are left out.
+        module: the whole module; what is not of a :class:`MegatronModel` of its is the same on all ranks.
+        groups: the groups in force.
+    """
+    known = {id(p): n for model in megatron_models(module) for p, n in copies_of(model, groups)}
     everywhere = dist.get_world_size()
-    for parameter in parameters:
-        copies = known.get(id(parameter), everywhere)
-        if copies:
-            yield parameter, copies
+    return [(p.grad, known.get(id(p), everywhere)) for p in parameters if p.grad is not None]
 
 
-def _copies(model: MegatronModel, groups: ParallelGroups) -> Iterator[tuple[nn.Parameter, int]]:
+def copies_of(model: MegatronModel, groups: ParallelGroups) -> Iterator[tuple[nn.Parameter, int]]:
     """A model's parameters with their number of copies; 0 for an embedding that an earlier stage speaks for."""
     topology, plane = groups.topology, dist.get_world_size(groups.plane)
-    expert_data = dist.get_world_size(groups.expert_data)
     for name, parameter in model.named_parameters():
         if getattr(parameter, "shared", False):
             yield parameter, 0
         elif is_expert(parameter):
             # Experts' weights are split; of their biases, those of the row-parallel layer are not.
             whole = name.rpartition(".")[2].startswith("bias") and ".linear_fc2." in name
-            yield parameter, expert_data * (topology.expert_tensor_ranks if whole else 1)
+            holders = dist.get_world_size(groups.expert_data)
+            yield parameter, holders * (topology.expert_tensor_ranks if whole else 1)
         else:
             yield parameter, plane * (1 if is_split(parameter) else topology.tensor_model_parallel_size)

@@ -242,7 +242,7 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 class _CudaMethods(TorchFunctionMode):
-    """``tensor.cuda()`` and ``tensor.to("cuda")`` leave tensors where they are."""
+    """``tensor.cuda()`` and ``tensor.to("cuda")`` leave tensors where they are; ``tensor.type()`` names them as a GPU's."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -253,6 +253,8 @@ class _CudaMethods(TorchFunctionMode):
             args = [args[0], *(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args[1:])]
         if func is torch.Tensor.pin_memory:
             return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # the name of a kind, compared with a GPU's
+            return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **_moved(kwargs or {}))
 
 

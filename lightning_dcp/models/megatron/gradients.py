@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,9 @@ def megatron_models(module: nn.Module) -> list[MegatronModel]:
     return [child for child in module.modules() if isinstance(child, MegatronModel)]
 
 
-def reduce_gradients(module: nn.Module, groups: ParallelGroups, clock: WaitClock) -> None:
+def reduce_gradients(
+    module: nn.Module, groups: ParallelGroups, clock: WaitClock, models_own: Callable[[WaitClock], None] | None = None
+) -> None:
     """Sum the gradients of a step over all ranks that hold the same weights. Collective over the world.
 
     Dense weights are summed over the plane, experts over the ranks that hold the same ones. Then Megatron-Core's
@@ -34,18 +36,31 @@ def reduce_gradients(module: nn.Module, groups: ParallelGroups, clock: WaitClock
     tensor-parallel ranks, those of shared embeddings over the first and the last stage, and moves the experts' biases. Weights
     outside the models lie on every stage, and get their gradients from the last; they are summed over the stages, so that
     the copies stay the same.
+
+    Args:
+        module: the module.
+        groups: the groups in force.
+        clock: counts the wait for other ranks.
+        models_own: sums the models' gradients in another way, which has them in buffers.
     """
     models = megatron_models(module)
     inside = {id(p) for model in models for p in model.parameters()}
+    outside = [p for p in module.parameters() if id(p) not in inside]
+    all_reduce_gradients(outside, groups.plane, clock)
+    if groups.pipeline is not None:
+        all_reduce_gradients(outside, groups.pipeline, clock)
+    if models_own is None:
+        _reduce_models(models, groups, clock)
+    else:
+        models_own(clock)
+
+
+def _reduce_models(models: Sequence[MegatronModel], groups: ParallelGroups, clock: WaitClock) -> None:
     trainable = [p for model in models for p in model.parameters() if p.requires_grad]
     for parameter in trainable:
         if parameter.grad is None:  # as Megatron-Core's gradient buffers, which are there before a token comes
             parameter.grad = torch.zeros_like(parameter)
-    outside = [p for p in module.parameters() if id(p) not in inside]
     all_reduce_gradients([p for p in trainable if not is_expert(p)], groups.plane, clock)
-    all_reduce_gradients(outside, groups.plane, clock)
-    if groups.pipeline is not None:
-        all_reduce_gradients(outside, groups.pipeline, clock)
     if groups.expert_data is not None:
         all_reduce_gradients([p for p in trainable if is_expert(p)], groups.expert_data, clock)
     for model in models:
