@@ -32,6 +32,8 @@ MIXED = {
 """By ranks of the plane: local CP chosen for each pack."""
 STATIC = {1: [(0, 1, [0, 1, 2, 3, 4, 5])], 2: [(0, 2, [0, 1, 2]), (0, 2, [3, 4, 5])], 4: [(0, 4, [0, 1, 2, 3, 4, 5])]}
 """One CP size."""
+LONE = {2: [(0, 2, [0, 1]), (0, 2, [2]), (0, 2, [3, 4, 5])]}
+"""One pack has no target."""
 
 
 class OnlyAuxiliary(runs.SmallGPT):
@@ -164,7 +166,7 @@ def alone(ranks):
     return ranks.run(job, 1, AUXILIARY, STATIC, 1)[0]
 
 
-SLOW = {"CP2", "TP2, CP chosen for each pack", "EP2"}
+SLOW = {"CP2", "TP2, CP chosen for each pack", "EP2", "PP2, CP chosen for each pack"}
 CUTS = {
     "two packs": (1, MIXED, {}, {}),
     "CP2": (2, STATIC, {}, {}),
@@ -172,7 +174,9 @@ CUTS = {
     "CP4": (4, STATIC, {}, RECOMPUTE),
     "CP chosen for each pack": (4, MIXED, {}, RECOMPUTE_MOE),
     "TP2, CP chosen for each pack": (4, MIXED, SEQUENCE_PARALLEL, RECOMPUTE),
-    "EP2": (2, STATIC, {"expert_model_parallel_size": 2}, {}),
+    "EP2": (2, LONE, {"expert_model_parallel_size": 2}, {}),
+    "PP2": (4, LONE, {"pipeline_model_parallel_size": 2}, RECOMPUTE),
+    "PP2, CP chosen for each pack": (4, MIXED, {"pipeline_model_parallel_size": 2}, {}),
 }
 
 

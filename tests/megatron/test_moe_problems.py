@@ -16,10 +16,11 @@ FINE = {
     "sequence_parallel": True,
 }
 WRONG = {
-    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
-    "quantile_balancing": {"moe_router_load_balancing_type": "quantile_balancing"},
+    "sinkhorn": {"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": [0.0]},
+    "quantile_balancing": {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0},
     "global_aux_loss": {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
-    "one coefficient for each type": {"moe_aux_loss_coeff": 0.1},
+    "give one coefficient": {"moe_aux_loss_coeff": 0.1},
+    "a list of as many": {"moe_router_load_balancing_type": "aux_loss"},
     "moe_expert_capacity_factor=1.5": {"moe_expert_capacity_factor": 1.5},
     "moe_expert_rank_capacity_factor=2": {"moe_expert_rank_capacity_factor": 2},
     "moe_pad_expert_input_to_capacity=True": {"moe_pad_expert_input_to_capacity": True},

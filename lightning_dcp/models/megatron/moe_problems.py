@@ -41,11 +41,12 @@ def _balancing_problems(config: Any) -> Iterator[Problem]:
             f"{kind} takes statistics of all tokens of a micro-batch and keeps them: {_CUT}",
             "use aux_loss, seq_aux_loss or none, with moe_router_enable_expert_bias if the balance is to hold over batches",
         )
-    if not isinstance(kinds, str) and (isinstance(coefficients, int | float) or len(coefficients) != len(listed)):
+    given = None if isinstance(coefficients, int | float) else len(coefficients)
+    if given != (None if isinstance(kinds, str) else len(listed)):
         yield Problem(
             f"moe_router_load_balancing_type={kinds!r}",
             f"moe_aux_loss_coeff={coefficients!r}",
-            "give one coefficient for each type",
+            "give one coefficient for one type, and for a list of types a list of as many",
         )
 
 

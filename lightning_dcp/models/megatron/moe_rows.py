@@ -21,7 +21,7 @@ class RouterRows:
 
     Attributes:
         sample: which of the call's samples each row belongs to, int64 ``[rows]``; any where it is no sample's.
-        real: whether a row is a sample's token, bool ``[rows]``; fill tokens are not.
+        real: whether a row is a sample's token, bool ``[rows]``; fill tokens and padding are not.
         num_samples: samples of the call, over all ranks of its CP group.
         batch_tokens: tokens of the whole batch.
         batch_samples: samples of the whole batch.
@@ -61,8 +61,7 @@ _ROWS: WeakKeyDictionary[PackScope, RouterRows] = WeakKeyDictionary()
 def _of_pack(scope: PackScope, tensor_group: Any) -> RouterRows:
     context = scope.context
     ends = torch.tensor(context.layout.lengths, device=context.device).cumsum(0)
-    sample = torch.zeros(context.num_region_tokens, dtype=torch.int64, device=context.device)
-    sample[: context.num_local_tokens] = torch.searchsorted(ends, context.pack_index, right=True)
+    sample = context.with_fill(torch.searchsorted(ends, context.pack_index, right=True))
     sample, real = (_part(rows, tensor_group) for rows in (sample, context.is_real))
     return RouterRows(
         sample,
