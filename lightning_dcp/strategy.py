@@ -40,6 +40,7 @@ from lightning_dcp.models.megatron import MegatronAdapter, MegatronModel
 from lightning_dcp.models.megatron.checkpoint import ShardedCheckpoints, hyper_parameters, is_sharded, outside_state
 from lightning_dcp.models.megatron.clipping import clip_by_norm, counted, gradient_norm
 from lightning_dcp.models.megatron.distributed_optimizer import DistributedOptimizer, distributed_problems
+from lightning_dcp.models.megatron.distributed_state import WholeState
 from lightning_dcp.models.megatron.gradients import megatron_models, reduce_gradients, sync_parameters
 from lightning_dcp.models.megatron.pipeline import LossOfNothing, run_schedule
 from lightning_dcp.models.region import Regions, backward_of_nothing
@@ -697,7 +698,7 @@ class DCPStrategy(DDPStrategy):
             self._sharded.save(
                 filepath,
                 self._module,
-                self.optimizers,
+                self._whole_states(gather="optimizer_states" in checkpoint),
                 checkpoint,
                 write_rest,
                 in_background=self.async_checkpoint and running,
@@ -739,8 +740,17 @@ class DCPStrategy(DDPStrategy):
             super().load_optimizer_state_dict(checkpoint)
         else:
             with self._naming_failures():
-                self._sharded.load_optimizers(self._module, self.optimizers, checkpoint)
+                self._sharded.load_optimizers(self._module, self._whole_states(), checkpoint)
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _whole_states(self, *, gather: bool = False) -> list[Any]:
+        """The optimizers, as checkpoints see them."""
+        if self._distributed is None:
+            return list(self.optimizers)
+        whole = WholeState(self._distributed)
+        if gather:
+            whole.gather()
+        return [whole]
 
     def _end_checkpoints(self) -> None:
         if self._checkpoints is None:

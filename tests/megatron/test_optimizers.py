@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_dcp import GradientNorm
+from lightning_dcp import ConfigurationError, GradientNorm
 from lightning_dcp.batch.labels import shifted_labels
 from lightning_dcp.loss import next_token_loss
+from lightning_dcp.models.megatron.weights import whole_weights
 from tests.megatron import runs
 from tests.megatron.test_parity import LENGTHS, given
-from tests.support.training import assert_same
+from tests.support.training import TinyModule, assert_same, loader, trainer
 
 LAYOUTS = {
     "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -83,7 +85,15 @@ DISTRIBUTED = {
 }
 
 
-@pytest.mark.parametrize("layout", DISTRIBUTED)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("plane", marks=pytest.mark.slow),
+        pytest.param("TP2+SP", marks=pytest.mark.slow),
+        "PP2, tied",
+        pytest.param("EP2xTP2+SP", marks=pytest.mark.slow),
+    ],
+)
 def test_the_distributed_optimizer_agrees_with_adamw_on_one_process(ranks, layout):
     world, strategy, module = DISTRIBUTED[layout]
     config = runs.MOE if "EP" in layout else runs.DENSE
@@ -95,3 +105,110 @@ def test_the_distributed_optimizer_agrees_with_adamw_on_one_process(ranks, layou
         assert own["logged"]["grad_norm"] == pytest.approx(oracle["logged"]["grad_norm"], rel=1e-5)
         for name, weight in oracle["weights"].items():
             torch.testing.assert_close(own["weights"][name].double(), weight, rtol=1e-5, atol=1e-5)
+
+
+def interrupted(directory, world, layout, steps, *, resume=None, **options):
+    """The weights after some steps, those in float32 of the optimizer included."""
+    module = ValueHead(runs.DENSE)
+    sizes = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1)
+    saving = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    run = trainer(
+        strategy={"scheduler": given(world // sizes), **layout},
+        max_steps=steps,
+        max_epochs=None,
+        enable_checkpointing=True,
+        callbacks=[saving],
+        **options,
+    )
+    run.fit(module, loader(LENGTHS, len(LENGTHS), "padded"), ckpt_path=resume)
+    return whole_weights(module.model) | {name: p.detach().clone() for name, p in module.head.named_parameters()}
+
+
+def straight_and_resumed(directory, precision):
+    layout = LAYOUTS["TP2+SP"] | {"distributed_optimizer": True}
+    options = {"precision": precision}
+    straight = interrupted(f"{directory}/a", 4, layout, 3, **options)
+    resumed = interrupted(f"{directory}/b", 4, layout, 3, resume=f"{directory}/a/step=2.ckpt", **options)
+    plain = interrupted(f"{directory}/c", 4, LAYOUTS["PP2"], 3, resume=f"{directory}/a/step=2.ckpt", **options)
+    return straight, resumed, plain
+
+
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.slow)])
+def test_the_distributed_optimizer_is_resumed_with_its_state_and_by_plain_adamw(ranks, tmp_path, precision):
+    for straight, resumed, plain in ranks.run(straight_and_resumed, 4, str(tmp_path), precision):
+        for name, weight in straight.items():
+            torch.testing.assert_close(resumed[name], weight, rtol=0, atol=0)
+            if precision == "32-true":
+                torch.testing.assert_close(plain[name], weight, rtol=1e-5, atol=1e-5)
+
+
+def some_without_targets(strategy, precision):
+    """Two batches, the second without targets; each a step, and both one."""
+    found = {}
+    for name, options in {
+        "each a step": {"max_epochs": 2},
+        "one step": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    }.items():
+        data = loader(LENGTHS, 3, "padded")
+        for sample in data.dataset.samples[3:]:
+            sample["labels"][:] = -100
+        module = ValueHead(runs.DENSE)
+        trainer(strategy=strategy, precision=precision, **options).fit(module, data)
+        weights = whole_weights(module.model) | {n: p.detach().clone() for n, p in module.head.named_parameters()}
+        found[name] = {n: w.double() for n, w in weights.items()}
+    return found
+
+
+def test_batches_without_targets_and_windows_under_the_distributed_optimizer(ranks):
+    oracle = ranks.run(some_without_targets, 1, {}, "64-true")[0]
+    for found in ranks.run(some_without_targets, 2, {"distributed_optimizer": True}, "32-true"):
+        torch.testing.assert_close(found, oracle, rtol=1e-5, atol=1e-5)
+
+
+class Refused(runs.SmallGPT):
+    """Optimizers that Megatron-Core's cannot stand in for."""
+
+    def __init__(self, config, kind):
+        super().__init__(config)
+        self.kind = kind
+
+    def configure_optimizers(self):
+        parameters = list(self.parameters())
+        return {
+            "SGD": lambda: torch.optim.SGD(parameters),
+            "amsgrad": lambda: torch.optim.AdamW(parameters, amsgrad=True),
+            "left out": lambda: torch.optim.AdamW(parameters[1:]),
+            "float64": lambda: torch.optim.AdamW(parameters),
+        }[self.kind]()
+
+
+def refused():
+    found = {}
+    for kind, precision in {
+        "SGD": "32-true",
+        "amsgrad": "32-true",
+        "left out": "32-true",
+        "float64": "64-true",
+    }.items():
+        run = trainer(strategy={"distributed_optimizer": True}, precision=precision)
+        try:
+            run.fit(Refused(runs.DENSE, kind), loader((3, 2), 2))
+        except ConfigurationError as error:
+            found[kind] = [problem.found for problem in error.problems]
+    try:
+        trainer(strategy={"distributed_optimizer": True}).fit(TinyModule(), loader((3, 2), 2))
+    except ConfigurationError as error:
+        found["no model"] = [problem.found for problem in error.problems]
+    return found
+
+
+def test_what_the_distributed_optimizer_cannot_do_is_refused_at_set_up(ranks):
+    assert ranks.run(refused, 1)[0] == {
+        "SGD": ["SGD from configure_optimizers"],
+        "amsgrad": ["AdamW(amsgrad=True)"],
+        "left out": [
+            "weights that train and that the optimizer does not hold: chunks.0.embedding.word_embeddings.weight"
+        ],
+        "float64": ["weights in torch.float64"],
+        "no model": ["no MegatronModel in the module"],
+    }

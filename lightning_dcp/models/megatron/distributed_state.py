@@ -1,0 +1,108 @@
+"""The distributed optimizer's state for checkpoints: put together as torch's AdamW has it, and dealt out again.
+
+So a checkpoint does not depend on who held which share: it is continued on any number of ranks, with the distributed optimizer
+or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dcp.models.megatron.distributed_optimizer import DistributedOptimizer
+from lightning_dcp.models.megatron.gradients import is_expert
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER = "master"
+"""Name in the state of a bfloat16 weight in float32."""
+
+
+class WholeState:
+    """In place of the user's optimizer where states are saved and loaded: with those of the weights that are dealt out.
+
+    Args:
+        own: the distributed optimizer.
+
+    Attributes:
+        param_groups: the user's.
+        state: by weight, as AdamW's, ``master`` besides for weights in bfloat16; filled by :meth:`gather`.
+    """
+
+    def __init__(self, own: DistributedOptimizer) -> None:
+        self._own = own
+        self.param_groups: list[dict[str, Any]] = own.settings.param_groups
+        self.state: dict[Tensor, dict[str, Any]] = dict(own.settings.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the user's optimizer's."""
+        return self._own.settings.state_dict()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Put the states together. Collective over the plane; each rank has those of all weights that it holds, on the CPU."""
+        own = self._own
+        if not own.steps:
+            return
+        shares = {id(weight): (share, part) for weight, share, part in own.shards()}
+        for weight in self._held():
+            share, part = shares.get(id(weight), (None, None))
+            pieces = {} if share is None else {key: part.optimizer.state[share][key] for key in _MOMENTS}
+            if share is not None and weight.dtype != torch.float32:
+                pieces[_MASTER] = share
+            keys = _MOMENTS if weight.dtype == torch.float32 else (*_MOMENTS, _MASTER)
+            span = None if share is None else _span(part, weight)
+            state: dict[str, Any] = {key: self._whole(weight, pieces.get(key), span) for key in keys}
+            self.state[weight] = state | {"step": torch.tensor(float(own.steps))}
+
+    def _held(self) -> list[nn.Parameter]:
+        every = (p for group in self.param_groups for p in group["params"])
+        return [p for p in every if self._own.holds(p) and p.requires_grad]
+
+    def _whole(self, weight: nn.Parameter, piece: Tensor | None, span: slice | None) -> Tensor:
+        whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
+        if piece is not None:
+            whole[span] = piece
+        groups = self._own.groups
+        dist.all_reduce(whole, group=groups.expert_data if is_expert(weight) else groups.plane)
+        return whole.view(weight.shape).cpu()
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Deal out states; those of other weights, and all settings, go to the user's optimizer.
+
+        Args:
+            state: as of :meth:`torch.optim.Optimizer.state_dict`: ``state`` by a weight's place among all, ``param_groups``.
+        """
+        own = self._own
+        numbers = [p for group in self.param_groups for p in group["params"]]
+        held = {id(p): state["state"][n] for n, p in enumerate(numbers) if own.holds(p) and n in state["state"]}
+        outside = {n: s for n, s in state["state"].items() if not own.holds(numbers[n])}
+        own.settings.load_state_dict({"state": outside, "param_groups": state["param_groups"]})
+        weights = {id(share): (weight, part) for weight, share, part in own.shards()}
+        for part in own.parts:
+            shares = [share for group in part.optimizer.param_groups for share in group["params"]]
+            dealt = {}
+            for number, share in enumerate(shares):
+                weight, _ = weights[id(share)]
+                if id(weight) in held:
+                    dealt[number] = _share_of(held[id(weight)], share, _span(part, weight))
+            groups = part.optimizer.state_dict()["param_groups"]
+            part.optimizer.load_state_dict({"state": dealt, "param_groups": groups})
+        own.steps = max((int(saved["step"]) for saved in held.values()), default=0)
+
+
+def _span(part: Any, weight: nn.Parameter) -> slice:
+    """Where this rank's share lies in the flat weight."""
+    found = part._get_model_param_range_map(weight)["param"]
+    return slice(found.start, found.end)
+
+
+def _share_of(saved: Mapping[str, Any], share: Tensor, span: slice) -> dict[str, Any]:
+    pieces = {key: saved[key].flatten()[span].to(share.device) for key in _MOMENTS}
+    if _MASTER in saved and share.dtype == torch.float32:
+        share.copy_(saved[_MASTER].flatten()[span])
+    return pieces | {"step": saved["step"]}
