@@ -170,7 +170,8 @@ def model_parallel_fields(strategy: Any = None) -> dict[str, Any]:
     """What a TransformerConfig says of the layout, from the process groups in force.
 
     For configs of your own: ``TransformerConfig(num_layers=..., **model_parallel_fields(self.trainer.strategy))``. Sequence
-    lengths vary from micro-batch to micro-batch, and losses are weighted by the strategy alone.
+    lengths vary from micro-batch to micro-batch, and losses are weighted by the strategy alone. In a pipeline Megatron-Core then
+    wants ``moe_token_dispatcher_type="alltoall"``, which is not its default, of dense models, too.
 
     Args:
         strategy: the run's :class:`~lightning_dcp.DCPStrategy`, which knows whether it is ``sequence_parallel``.

@@ -215,10 +215,9 @@ def _expert_problems(fields: Fields, topology: Topology) -> Iterator[Problem]:
     if not experts and ranks > 1:
         remedy = "use expert_model_parallel_size=1, or a model with num_moe_experts"
         yield Problem(f"expert_model_parallel_size={ranks}", "a model without experts (num_moe_experts)", remedy)
-    dispatcher = fields.get("moe_token_dispatcher_type", "allgather")
-    if experts and topology.is_pipeline and ranks == 1 and dispatcher == "allgather":
+    if topology.is_pipeline and ranks == 1 and fields.get("moe_token_dispatcher_type") == "allgather":
         asked = f"moe_token_dispatcher_type='allgather' with pipeline_model_parallel_size={topology.pipeline_model_parallel_size}"
-        found = "variable_seq_lengths, which micro-batches need and that dispatcher refuses"
+        found = "variable_seq_lengths, which micro-batches need and that dispatcher refuses, of dense models, too"
         yield Problem(asked, found, "use moe_token_dispatcher_type='alltoall'")
     yield from moe_problems(SimpleNamespace(**{**fields, **_sizes(topology)}))
 
