@@ -746,6 +746,12 @@ class DCPStrategy(DDPStrategy):
     def _whole_states(self, *, gather: bool = False) -> list[Any]:
         """The optimizers, as checkpoints see them."""
         if self._distributed is None:
+            if gather and self.distributed_optimizer:
+                raise CheckpointError(
+                    "asked: a checkpoint with optimizer states after a run; found: distributed_optimizer=True, whose states end "
+                    "with the run; do: save in the run (ModelCheckpoint, or trainer.save_checkpoint in on_train_end), or give "
+                    "trainer.save_checkpoint(..., weights_only=True)"
+                )
             return list(self.optimizers)
         whole = WholeState(self._distributed)
         if gather:
@@ -779,7 +785,6 @@ class DCPStrategy(DDPStrategy):
             self._tear_down()
 
     def _tear_down(self) -> None:
-        self._end_checkpoints()
         if self._planner is not None:
             self._planner.close()
         if self._watchdog is not None:

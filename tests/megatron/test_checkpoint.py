@@ -337,3 +337,17 @@ def test_a_rank_that_dies_leaves_nothing_that_looks_complete(ranks: Any, tmp_pat
     outcomes = ranks.run_all(die_while_writing, 2, str(tmp_path))
     assert not any(ok for ok, _ in outcomes)
     assert os.listdir(tmp_path) == [".step=1.ckpt.unfinished"]
+
+
+def saved_after_the_distributed_optimizer(directory: str) -> None:
+    module = Trained(DENSE)
+    run = trainer(strategy={"distributed_optimizer": True}, precision="32-true", max_steps=1)
+    run.fit(module, loader(LENGTHS, 6))
+    run.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
+    with pytest.raises(CheckpointError, match="states end with the run"):
+        run.save_checkpoint(f"{directory}/all.ckpt")
+
+
+def test_states_that_have_ended_are_not_left_out_in_silence(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(saved_after_the_distributed_optimizer, 1, str(tmp_path))
+    assert os.listdir(tmp_path) == ["weights.ckpt"]
