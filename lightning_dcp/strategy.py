@@ -37,6 +37,7 @@ from lightning_dcp.errors import BatchError, CheckpointError, raise_problems
 from lightning_dcp.launcher import DCPSubprocessLauncher
 from lightning_dcp.loss.weighting import LossNormalization, backward_scale
 from lightning_dcp.models.megatron import MegatronAdapter, MegatronModel
+from lightning_dcp.models.megatron.alignment import agreed_alignment
 from lightning_dcp.models.megatron.checkpoint import ShardedCheckpoints, hyper_parameters, is_sharded, outside_state
 from lightning_dcp.models.megatron.clipping import clip_by_norm, counted, gradient_norm
 from lightning_dcp.models.megatron.distributed_optimizer import DistributedOptimizer, distributed_problems
@@ -51,6 +52,7 @@ from lightning_dcp.parallel.randomness import seed_of
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import CostModel, Scheduler
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT
 from lightning_dcp.schedule.choice import SchedulerChoice
 from lightning_dcp.schedule.relaxed import Relaxed
 from lightning_dcp.step.ahead import PlanAhead, PlanCounts
@@ -234,6 +236,7 @@ class DCPStrategy(DDPStrategy):
         self._groups: ParallelGroups | None = None
         self._checkpoints: ShardedCheckpoints | None = None
         self._attention = AttentionOptions()
+        self._alignment = NO_ALIGNMENT
         self._regions: Regions | None = None
         self._choice = self.scheduler_choice
         self._planner: PlanAhead | None = None
@@ -348,6 +351,8 @@ class DCPStrategy(DDPStrategy):
         """Check the module, find its regions, and bring it and its optimizers to the device."""
         self._regions = module_checks.check_module(self, self._module, trainer)
         raise_problems(checks.checkpoint_problems(self, sharded=self._sharded is not None))
+        self._alignment = agreed_alignment(self._regions.adapters.values(), self.groups)
+        raise_problems(checks.alignment_problems(self, self._alignment))
         self._planner = self._new_planner()
         self._outputs = OutputsChoice(self.outputs, gradient_tolerance(self.precision_plugin.precision))
         if self.loss_normalization == "samples":
@@ -377,12 +382,12 @@ class DCPStrategy(DDPStrategy):
 
     def _new_planner(self) -> PlanAhead:
         ranks = self.topology.plane_size
-        scheduler = self._choice.build(ranks, self._plane_ranks_in_node())
+        scheduler = self._choice.build(ranks, self._plane_ranks_in_node(), self._alignment)
         stages = self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
         if stages > 1 and self._choice.kind in ("dynamic", "static"):
             wished = replace(self._choice, microbatch_multiple=math.lcm(self._choice.microbatch_multiple, stages))
-            scheduler = Relaxed(wished.build(ranks, self._plane_ranks_in_node()), scheduler)
-        return PlanAhead(scheduler, ranks, enabled=self.plan_ahead)
+            scheduler = Relaxed(wished.build(ranks, self._plane_ranks_in_node(), self._alignment), scheduler)
+        return PlanAhead(scheduler, ranks, enabled=self.plan_ahead, alignment=self._alignment)
 
     def _plane_ranks_in_node(self) -> int | None:
         """Ranks of the plane in one node, with several: those of a tensor-parallel group lie next to each other."""
@@ -390,7 +395,7 @@ class DCPStrategy(DDPStrategy):
 
     def describe(self) -> str:
         """The sizes in force, in words."""
-        t, limit = self.topology, self.max_seqlen_per_dp_cp_rank
+        t, limit = self.topology, self._alignment.limit(self.max_seqlen_per_dp_cp_rank)
         sizes = self._choice.sizes(t.plane_size, self._plane_ranks_in_node())
         parts = [
             f"Context parallelism: {self._choice.name}, sizes {', '.join(map(str, sizes))} on a plane of "
@@ -402,6 +407,8 @@ class DCPStrategy(DDPStrategy):
             f"outputs {self.outputs}",
             f"regions: {', '.join(name or 'forward' for name in self.regions.modules)}",
         ]
+        if self._alignment:
+            parts.insert(2, f"padding of {self._alignment}")
         return "; ".join(parts)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -537,6 +544,10 @@ class DCPStrategy(DDPStrategy):
             run_schedule(model, works, forward, forward_only=not torch.is_grad_enabled())
 
     @property
+    def _has_megatron(self) -> bool:
+        return any(isinstance(adapter, MegatronAdapter) for adapter in self.regions.adapters.values())
+
+    @property
     def _pipeline_model(self) -> MegatronModel:
         return next(model for model in megatron_models(self._module))
 
@@ -571,9 +582,7 @@ class DCPStrategy(DDPStrategy):
             scaler = getattr(self.precision_plugin, "scaler", None)
             with self.regions.backward_of(work.active):
                 self._module.backward(scaled if scaler is None else scaler.scale(scaled))
-        elif (
-            work.pack_weight or self.topology.expert_model_parallel_size > 1
-        ):  # experts of other ranks wait for this one
+        elif work.pack_weight or self._has_megatron:  # experts of other ranks wait for it, and auxiliary losses count it
             with self.regions.backward_of(work.active):
                 backward_of_nothing(loss)
         return _keep(work, output)

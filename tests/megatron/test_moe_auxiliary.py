@@ -169,7 +169,7 @@ def alone(ranks):
 SLOW = {"CP2", "TP2, CP chosen for each pack", "EP2", "PP2, CP chosen for each pack"}
 CUTS = {
     "two packs": (1, MIXED, {}, {}),
-    "CP2": (2, STATIC, {}, {}),
+    "CP2": (2, LONE, {}, {}),
     "TP2": (2, STATIC, SEQUENCE_PARALLEL, {}),
     "CP4": (4, STATIC, {}, RECOMPUTE),
     "CP chosen for each pack": (4, MIXED, {}, RECOMPUTE_MOE),

@@ -72,7 +72,7 @@ class MegatronAdapter(ModelAdapter):
             call.context,
             pack.attention,
             pack.batch_tokens,
-            pack.batch_samples,
+            pack.batch_samples * len(call.context.layout.lengths) / max(1, len(pack.samples)),
             pack.gradient_scale,
             pack.samples if own else None,
         )

@@ -33,7 +33,7 @@ class RouterRows:
     real: Tensor
     num_samples: int
     batch_tokens: int
-    batch_samples: int
+    batch_samples: float
     gradient_scale: float
     summed: Callable[[Tensor], Tensor]
 

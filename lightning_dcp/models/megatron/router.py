@@ -73,7 +73,8 @@ def context_parallel_router() -> type:
             scope = None if self.scope is None else self.scope.current
             rows = rows_of(scope, logits, self.tp_group if self._deals_out_tokens() else None)
             logits = logits.view(-1, self.num_experts)
-            learning = self.training and torch.is_grad_enabled()
+            # A pack that runs a second time, to fill a round of a pipeline, has no share in anything.
+            learning = self.training and torch.is_grad_enabled() and rows.gradient_scale != 0
             if learning and self.config.moe_z_loss_coeff:
                 value = auxiliary.z_loss_part(logits, rows)
                 logits = self._attached(logits, rows, {auxiliary.Z_LOSS: (self.config.moe_z_loss_coeff, value)})

@@ -25,7 +25,7 @@ class PackScope:
         attention: how attention is computed.
         batch_tokens: tokens of the whole batch, over all ranks: an auxiliary loss that is a mean over tokens counts the
             pack with its share of these.
-        batch_samples: sequences of the whole batch, over all ranks; for means over sequences.
+        batch_samples: sequences of the whole batch, over all ranks, for means over sequences; as many a sample as in this call.
         gradient_scale: factor of a gradient that does not come through the step's loss (1 / accumulate_grad_batches,
             times the scale of a GradScaler).
         samples: which samples of the batch the sequences are, by their index; None for sequences that are no samples.
@@ -34,7 +34,7 @@ class PackScope:
     context: CPContext
     attention: AttentionOptions = DEFAULT
     batch_tokens: int = 1
-    batch_samples: int = 1
+    batch_samples: float = 1.0
     gradient_scale: float = 1.0
     samples: tuple[int, ...] | None = None
 
