@@ -142,7 +142,7 @@ def assert_agree(ranks, world, config, layout, which, **module):
 
 @pytest.mark.parametrize(
     ("layout", "which"),
-    [(TP2_SP, CLIPPED), (PP2, {"by norm": CLIPPED["by norm"]})],
+    [(TP2_SP, CLIPPED), pytest.param(PP2, CLIPPED, marks=pytest.mark.slow)],
     ids=["TP2+SP", "PP2"],
 )
 def test_clipped_runs_agree_with_one_process(ranks, layout, which):
@@ -185,7 +185,7 @@ def scaled(world, layout):
     return found["weights"], plugin.scaler.get_scale()
 
 
-@pytest.mark.parametrize("layout", [TP2_SP, PP2], ids=["TP2+SP", "PP2"])
+@pytest.mark.parametrize("layout", [pytest.param(TP2_SP, marks=pytest.mark.slow), PP2], ids=["TP2+SP", "PP2"])
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(ranks, layout):
     one_step = ranks.run(runs_of, 1, runs.DENSE, 1, {}, {"": CLIPPED["by norm"]})[0][""]["weights"]
     for weights, scale in ranks.run(scaled, 4, 4, layout):

@@ -49,12 +49,8 @@ class WholeState:
             return
         shares = {id(weight): (share, part) for weight, share, part in own.shards()}
         for weight in self._held():
-            share, part = shares.get(id(weight), (None, None))
-            pieces = {} if share is None else {key: part.optimizer.state[share][key] for key in _MOMENTS}
-            if share is not None and weight.dtype != torch.float32:
-                pieces[_MASTER] = share
             keys = _MOMENTS if weight.dtype == torch.float32 else (*_MOMENTS, _MASTER)
-            span = None if share is None else _span(part, weight)
+            pieces, span = _pieces(weight, *shares[id(weight)]) if id(weight) in shares else ({}, slice(0))
             state: dict[str, Any] = {key: self._whole(weight, pieces.get(key), span) for key in keys}
             self.state[weight] = state | {"step": torch.tensor(float(own.steps))}
 
@@ -62,7 +58,7 @@ class WholeState:
         every = (p for group in self.param_groups for p in group["params"])
         return [p for p in every if self._own.holds(p) and p.requires_grad]
 
-    def _whole(self, weight: nn.Parameter, piece: Tensor | None, span: slice | None) -> Tensor:
+    def _whole(self, weight: nn.Parameter, piece: Tensor | None, span: slice) -> Tensor:
         whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
         if piece is not None:
             whole[span] = piece
@@ -99,6 +95,12 @@ def _span(part: Any, weight: nn.Parameter) -> slice:
     """Where this rank's share lies in the flat weight."""
     found = part._get_model_param_range_map(weight)["param"]
     return slice(found.start, found.end)
+
+
+def _pieces(weight: nn.Parameter, share: Tensor, part: Any) -> tuple[dict[str, Tensor], slice]:
+    """This rank's share of a weight's state, and where it lies."""
+    state = part.optimizer.state[share]
+    return {_MASTER: share} | {key: state[key] for key in _MOMENTS}, _span(part, weight)
 
 
 def _share_of(saved: Mapping[str, Any], share: Tensor, span: slice) -> dict[str, Any]:
