@@ -45,7 +45,7 @@ class ParallelGroups:
         cp_groups: for each size the group that this rank belongs to.
         speaks: whether this rank tells what its place in the plane computed: tensor-parallel ranks compute the same, and of a
             pipeline only the last stage sees losses.
-        expert_data: the ranks that hold the same experts; None where no rank holds others than the next.
+        expert_data: the ranks that hold the same experts.
         tensor: the tensor-parallel group; None for one rank.
         pipeline: the stages that this rank's micro-batches go through; None for one stage.
     """
@@ -115,7 +115,7 @@ def initialize_groups(topology: Topology, timeout: timedelta | None = None) -> P
         world,
         speaks=parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        expert_data=parallel_state.get_expert_data_parallel_group() if topology.is_model_parallel else None,
+        expert_data=parallel_state.get_expert_data_parallel_group(),
         tensor=parallel_state.get_tensor_model_parallel_group() if tensor else None,
         pipeline=parallel_state.get_pipeline_model_parallel_group() if pipeline else None,
     )

@@ -17,13 +17,14 @@ LAYOUTS = {
     "VPP2xPP2": (4, {PP: 2, "virtual_pipeline_model_parallel_size": 2}),
     "EP2xPP2": (4, {EP: 2, PP: 2}),
     "EP2xTP2": (4, {EP: 2, TP: 2, "sequence_parallel": True}),
+    "EP1xTP2, experts whole": (2, {TP: 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}),
     "EP2xTP2, experts whole": (
         4,
         {EP: 2, TP: 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
     ),
 }
-TRAINED = ("TP2xPP2", "EP2xPP2", "EP2xTP2, experts whole")
-QUICK = {"one": ("mistral", "mixtral"), "TP2xPP2": ("llama", "qwen2"), "EP2xTP2, experts whole": ("qwen3_moe",)}
+TRAINED = ("TP2xPP2", "EP2xPP2", "EP1xTP2, experts whole", "EP2xTP2, experts whole")
+QUICK = {"one": ("mistral", "mixtral"), "TP2xPP2": ("llama", "qwen2"), "EP1xTP2, experts whole": ("qwen3_moe",)}
 """What every test run looks at; the slow ones look at all models on all layouts."""
 TOLERANCE = {"mixtral": 1e-5}
 """Transformers computes Mixtral's expert weights in float32, and Megatron-Core in the router's dtype."""

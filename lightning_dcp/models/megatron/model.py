@@ -72,7 +72,16 @@ class MegatronModel(nn.Module):
         for layer in self.modules():
             if layer is not self and hasattr(layer, "scope"):
                 vars(layer)["scope"] = self.scope
+        self._mark_experts()
         self._chunk_number = 0
+
+    def _mark_experts(self) -> None:
+        """Mark experts' weights as Megatron-Core marks them, also where it does not: with experts on one rank it takes them for
+        dense ones, but with an expert_tensor_parallel_size of their own other ranks hold the same ones.
+        """
+        for name, parameter in self.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]
 
     @staticmethod
     def _chunk(provider: Provider, stage: int, size: int) -> nn.Module:
