@@ -171,12 +171,16 @@ def straight_mixture(directory: str) -> dict[str, Any]:
     return train(directory, 4, {"expert_model_parallel_size": 2}, MOE, every=2)
 
 
-def test_experts_move_to_other_ranks(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [(1, {}), pytest.param(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.slow)],
+    ids=["one rank", "TP2+SP"],
+)
+def test_experts_move_to_other_ranks(ranks: Any, tmp_path: Path, world: int, strategy: dict[str, Any]) -> None:
     straight = ranks.run(straight_mixture, 2, str(tmp_path / "a"))[0]
-    for world, strategy in ((1, {}), (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True})):
-        path = str(tmp_path / "a/step=2.ckpt")
-        for own in ranks.run(train, world, str(tmp_path / f"b{world}"), 4, strategy, MOE, path):
-            assert_goes_on(own, straight, 2)
+    path = str(tmp_path / "a/step=2.ckpt")
+    for own in ranks.run(train, world, str(tmp_path / "b"), 4, strategy, MOE, path, every=2):
+        assert_goes_on(own, straight, 2)
 
 
 def assert_goes_on(own: dict[str, Any], straight: dict[str, Any], after: int = 3) -> None:
@@ -348,6 +352,7 @@ def saved_after_the_distributed_optimizer(directory: str) -> None:
         run.save_checkpoint(f"{directory}/all.ckpt")
 
 
+@pytest.mark.slow
 def test_states_that_have_ended_are_not_left_out_in_silence(ranks: Any, tmp_path: Path) -> None:
     ranks.run(saved_after_the_distributed_optimizer, 1, str(tmp_path))
     assert os.listdir(tmp_path) == ["weights.ckpt"]
