@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 HF4 := .venv-hf4
+PY312 := .venv-py312
 
-.PHONY: demo test test-all test-hf4 lint types tests compare gpu-check clean
+.PHONY: demo test test-all test-hf4 test-py312 lint types tests compare gpu-check clean
 
 ## demo: train a small model on four CPU ranks, each micro-batch with its own context-parallel size
 demo: $(VENV)/.installed
@@ -47,6 +48,28 @@ test-all: $(VENV)/.installed-dev lint types
 test-hf4: $(HF4)/.installed
 	$(HF4)/bin/pytest tests/models -m "not slow"
 
+## test-py312: with Python 3.12, in an environment of its own, the tests of Megatron-Core models and of the strategy. For that
+## Python package indexes serve another release of Megatron-Core (constraints.txt).
+## (PYTHON312: the interpreter; by default python3.12, or one of pyenv's or uv's)
+MEGATRON_TESTS := tests/megatron tests/schedule/test_megatron.py tests/parallel/test_groups.py
+STRATEGY_TESTS := $(addprefix tests/test_, parity.py refusals.py hooks.py resume.py evaluation.py failures.py launchers.py imports.py)
+test-py312: $(PY312)/.installed
+	$(PY312)/bin/pytest $(MEGATRON_TESTS) $(STRATEGY_TESTS) -m "not slow"
+
+# A name on the PATH can be a shim without a Python behind it, so each candidate is asked.
+$(PY312)/.installed: constraints.txt pyproject.toml
+	@test -x $(PY312)/bin/python || for candidate in "$(PYTHON312)" python3.12 \
+			"$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python 2>/dev/null | tail -1)" \
+			"$$(uv python find --no-project 3.12 2>/dev/null)"; do \
+		test -n "$$candidate" && $$candidate -c "import sys; sys.exit(sys.version_info[:2] != (3, 12))" 2>/dev/null \
+			&& exec $$candidate -m venv $(PY312); \
+	done; test -x $(PY312)/bin/python || { \
+		echo "test-py312 needs Python 3.12: none is on the PATH, in pyenv or in uv. Install one (pyenv install 3.12)," \
+			"or say where it is: make test-py312 PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	$(PY312)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(PY312)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
 # The packages that come with a transformers are those of its time.
 $(HF4)/.installed: constraints.txt pyproject.toml
 	test -x $(HF4)/bin/python || $(PYTHON) -m venv $(HF4)
@@ -68,4 +91,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(HF4) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(HF4) $(PY312) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
