@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_dcp.errors import ConfigurationError, PlanError, Problem, raise_problems
 from lightning_dcp.parallel.layout import LAYOUTS, build_layout
-from lightning_dcp.schedule import CostModel, StepPlan, load_cost_model, preset
+from lightning_dcp.schedule import Alignment, CostModel, StepPlan, load_cost_model, preset
 from lightning_dcp.schedule.choice import SchedulerChoice
 
 if TYPE_CHECKING:
@@ -168,7 +168,10 @@ def schedule_mode_in_force(strategy: DCPStrategy, scheduler: Any, mode: str | No
 def needs_lockstep(strategy: DCPStrategy) -> bool:
     """Whether all ranks of the plane must run the same number of micro-batches."""
     sizes = strategy.pipeline_model_parallel_size, strategy.expert_model_parallel_size
-    return any(isinstance(size, int) and size > 1 for size in sizes)
+    if any(isinstance(size, int) and size > 1 for size in sizes):
+        return True
+    dense, experts = strategy.tensor_model_parallel_size, strategy.expert_tensor_parallel_size
+    return isinstance(experts, int) and isinstance(dense, int) and experts > dense  # an expert's ranks have other packs
 
 
 def choice_in_force(choice: SchedulerChoice, callback: SchedulerCallback) -> SchedulerChoice:
@@ -229,6 +232,15 @@ def checkpoint_problems(strategy: DCPStrategy, *, sharded: bool) -> list[Problem
             )
         ]
     return []
+
+
+def alignment_problems(strategy: DCPStrategy, alignment: Alignment) -> list[Problem]:
+    """What does not go with the padding that a model's back end needs."""
+    problems = alignment.problems(strategy.max_seqlen_per_dp_cp_rank)
+    if alignment and strategy.outputs == "sharded":
+        found = f"a back end that needs padding ({alignment}), which a rank's own tokens have no place for"
+        problems.append(Problem('outputs="sharded"', found, 'use outputs="gathered" or "auto"'))
+    return problems
 
 
 def loader_problems(dataloader: object) -> list[Problem]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_dcp.attention.engine import AttentionKind, context_parallel_attention
@@ -145,11 +144,10 @@ def _over_group(
     context: CPContext, options: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind
 ) -> Tensor:
     q, k, v = (_as_autocast_would(t)[0].transpose(0, 1) for t in (query, key, value))
-    fill = context.num_fill_tokens
-    if fill and len(q) == len(k) == len(v) == context.num_region_tokens:
-        q, k, v = (t[:-fill] for t in (q, k, v))
+    if len(q) == len(k) == len(v) == context.num_region_tokens:
+        q, k, v = (context.without_fill(t) for t in (q, k, v))
     out = context_parallel_attention(q, k, v, context, kind, scheme=options.scheme, kernel=options.kernel)
-    return F.pad(out, (0, 0, 0, 0, 0, fill)).transpose(0, 1).unsqueeze(0)
+    return context.with_fill(out).transpose(0, 1).unsqueeze(0)
 
 
 @lru_cache(maxsize=16)

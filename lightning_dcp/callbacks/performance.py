@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_dcp.callbacks.timed import TimedBatches, scheduler_of
 from lightning_dcp.errors import Problem, raise_problems
 from lightning_dcp.metrics import BusyShare, ModelFlopUtilization, PaddingShare, StepTime, TokenThroughput
-from lightning_dcp.parallel.context import fill_tokens, layout_of
+from lightning_dcp.parallel.context import region_tokens
 from lightning_dcp.schedule.plan import Pack
 from lightning_dcp.step.metric_state import StateSync
 from lightning_dcp.step.runner import BatchResult
@@ -28,7 +28,7 @@ class PerformanceMonitor(TimedBatches):
     - ``perf/tokens_per_second``: tokens of all ranks, over the time of the slowest rank.
     - ``perf/busy_share``: part of the ranks' time, while packs run, that they do not wait for each other.
     - ``perf/padding_share``: part of the tokens computed inside regions that are fill. Packs have no padding, so this is 0
-      but for packs of fewer than two tokens a rank.
+      but for packs of fewer than two tokens a rank, sequence parallelism, and back ends that need padding.
     - ``perf/step_time_p50``, ``perf/step_time_p99``: seconds, from the start of a batch to its end (the optimizer step
       included; planning, loading and validation not).
     - ``perf/mfu``: model FLOP utilisation, if ``utilization`` is given.
@@ -116,10 +116,11 @@ class PerformanceMonitor(TimedBatches):
         """This rank's part: the samples of the groups that it leads."""
         rank, plan = scheduled.groups.rank, scheduled.plan
         own = [pack for pack in plan.packs() if pack.first_rank == rank]
+        options: Any = {"token_multiple": scheduled.token_multiple, "alignment": plan.alignment}
         lengths = [plan.lengths[sample] for pack in own for sample in pack.samples]
         self.tokens.update(sum(lengths), seconds)
         self.busy.update(result.busy[rank], result.seconds)
-        self.padding.update(sum(lengths), sum(_computed(pack, plan.lengths) for pack in own))
+        self.padding.update(sum(lengths), sum(_computed(pack, plan.lengths, **options) for pack in own))
         self.step_time.update(seconds)
         if self.utilization is not None:
             self.utilization.update(lengths, seconds)
@@ -143,8 +144,6 @@ class PerformanceMonitor(TimedBatches):
         self._counted = 0
 
 
-def _computed(pack: Pack, lengths: Sequence[int]) -> int:
+def _computed(pack: Pack, lengths: Sequence[int], **options: Any) -> int:
     """Tokens that the ranks of a pack compute inside regions, fill tokens included."""
-    layout = layout_of(pack.layout, tuple(lengths[sample] for sample in pack.samples), pack.cp_size)
-    held = [layout.tokens(rank) for rank in range(layout.size)]
-    return sum(tokens + fill_tokens(tokens, layout.size) for tokens in held)
+    return sum(region_tokens(pack.layout, [lengths[sample] for sample in pack.samples], pack.cp_size, **options))

@@ -34,6 +34,7 @@ class RunSummary(TimedBatches):
         self.packs_by_size: Counter[int] = Counter()
         self.microbatches: list[int] = []
         self.tokens: list[int] = []
+        self.padding: list[int] = []
         self.seconds: list[float] = []
         self.busy: list[tuple[float, float]] = []
         self.plans_ready = 0
@@ -42,7 +43,7 @@ class RunSummary(TimedBatches):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin anew; refuse to run under a strategy that makes no plans."""
         scheduler_of(trainer, self)
-        for values in (self.losses, self.microbatches, self.tokens, self.seconds, self.busy):
+        for values in (self.losses, self.microbatches, self.tokens, self.padding, self.seconds, self.busy):
             values.clear()
         self.packs_by_size.clear()
         self.plans_ready, self.plans_waited_s = 0, 0.0
@@ -54,6 +55,7 @@ class RunSummary(TimedBatches):
         self.packs_by_size.update(pack.cp_size for pack in plan.packs())
         self.microbatches.append(len(plan.microbatches))
         self.tokens.append(sum(plan.lengths))
+        self.padding.append(sum(plan.padding(pack) for pack in plan.packs()))
         self.plans_ready += scheduled.planned.ready
         self.plans_waited_s += scheduled.planned.waited_s
         self.busy.append((sum(result.busy), len(result.busy) * result.seconds))
@@ -100,6 +102,8 @@ class RunSummary(TimedBatches):
             "busy share of the ranks": f"{busy_share:.1%}",
             "training loss, first and last": f"{self.losses[0]:.4f}, {self.losses[-1]:.4f}",
         }
+        if any(self.padding):
+            rows["padding, of the tokens computed"] = f"{sum(self.padding) / sum((*self.padding, *self.tokens)):.1%}"
         rows |= _schemes_row(trainer)
         validation = trainer.callback_metrics.get(self.validation_metric)
         if validation is not None:

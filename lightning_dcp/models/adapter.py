@@ -13,6 +13,7 @@ from lightning_dcp.models.call import RegionCall
 from lightning_dcp.models.compiled import uncompiled
 from lightning_dcp.models.mixing import mixing_layers
 from lightning_dcp.models.positions import ADVICE, positions_argument
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 
 
 class ModelAdapter:
@@ -26,11 +27,13 @@ class ModelAdapter:
         all_ones: whether its forward wants a mask of ones instead of none.
         first_position: the position of a sample's first token.
         dry_runs: whether calling it with made-up tokens tells what cannot run over a CP group.
+        alignment: the padding that its back end needs.
     """
 
     all_ones = False
     first_position = 0
     dry_runs = True
+    alignment: Alignment = NO_ALIGNMENT
 
     def __init__(self, module: nn.Module) -> None:
         self.module = uncompiled(module)

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lightning_dcp.attention.sdpa import ContextParallelAttention
-from lightning_dcp.batch.sequences import SequenceView, shift_packed
+from lightning_dcp.batch.sequences import IGNORE_INDEX, SequenceView, shift_packed
 from lightning_dcp.errors import PlanError, RegionError
 from lightning_dcp.models.pack import ActivePack
 from lightning_dcp.models.positions import POSITIONS, shaped_positions
@@ -113,9 +112,10 @@ class RegionCall:
         if self.pack.sharded:
             return self.pack.context
         context = self.pack.context_of(self.sequences.lengths)
-        if max(context.tokens) > self.pack.max_tokens:
+        held = context.with_padding.tokens
+        if max(held) > self.pack.max_tokens:
             raise PlanError(
-                f"region {self.name!r}: {max(context.tokens)} tokens of one call on one rank; "
+                f"region {self.name!r}: {max(held)} tokens of one call on one rank; "
                 f"max_seqlen_per_dp_cp_rank is {self.pack.max_tokens}. Pass attention_mask, so that padding is left out, or "
                 "raise the limit."
             )
@@ -136,15 +136,11 @@ class RegionCall:
         return self.filled(self.sequences.flatten(value)).unsqueeze(0)
 
     def filled(self, packed: Tensor) -> Tensor:
-        """This rank's tokens of a packed tensor ``[T, ...]``, with fill tokens behind them.
+        """This rank's tokens of a packed tensor ``[T, ...]``, with fill tokens between and behind them.
 
         These are copies of the pack's first: any valid one will do.
         """
-        local, fill = shard(packed, self.context), self.context.num_fill_tokens
-        if not fill:
-            return local
-        first = packed[:1].detach()
-        return torch.cat([local, first.expand(fill, *first.shape[1:])])
+        return self.context.with_fill(shard(packed, self.context), packed[0])
 
     def _per_token(self, value: Tensor) -> bool:
         if self.pack.sharded:
@@ -159,7 +155,7 @@ class RegionCall:
 
     def packed(self, local: Tensor) -> Tensor:
         """All ranks' tokens of a local tensor ``[1, T_local, ...]``, packed: ``[T, ...]``."""
-        return gather(self._mark(local, self.context)[0, : self.context.num_local_tokens], self.context)
+        return gather(self.context.without_fill(self._mark(local, self.context)[0]), self.context)
 
     def targets(self, labels: Tensor) -> Tensor:
         """Labels in the caller's shape, shifted by one inside each sequence; -100 where nothing is to be predicted."""
@@ -172,8 +168,7 @@ class RegionCall:
         """Shifted labels cut to this rank's tokens, ``[1, T_local]``; fill tokens have none."""
         if self.pack.sharded:
             return targets
-        local = shard(self.sequences.flatten(targets), self.context)
-        return F.pad(local, (0, self.context.num_fill_tokens), value=-100).unsqueeze(0)
+        return self.context.with_fill(shard(self.sequences.flatten(targets), self.context), IGNORE_INDEX).unsqueeze(0)
 
     # ----------------------------------------------------------------- running
 
@@ -194,7 +189,8 @@ class RegionCall:
                 if value is not self.extra:
                     arguments[argument] = pytree.tree_map(partial(self.local, argument), value)
         if given.get(self.positions) is None:
-            filled = F.pad(context.positions, (0, context.num_fill_tokens)) + self.first_position
+            # Fill tokens are at 0: the next positions may lie beyond a learned table, or stretch a rotary one.
+            filled = context.with_fill(context.positions[0]).unsqueeze(0) + self.first_position
             self.give(self.positions, shaped_positions(self.positions, filled))
         if all_ones:
             self.give(MASK, torch.ones(1, context.num_region_tokens, dtype=torch.int64, device=context.device))

@@ -61,6 +61,7 @@ class ActivePack:
                 device=own.device,
                 exchange=own.exchange,
                 token_multiple=own.token_multiple,
+                alignment=own.alignment,
             )
         return self._contexts[lengths]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -15,6 +16,7 @@ from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.exchange import Exchange, GroupExchange
 from lightning_dcp.parallel.groups import CPGroup
 from lightning_dcp.parallel.layout import PackLayout, build_layout
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,9 @@ class CPContext:
         device: where the pack's tensors lie.
         exchange: communication inside the group.
         token_multiple: a region's module sees a multiple of so many tokens: sequence parallelism deals them out.
+        alignment: the padding that samples get for a region's module.
+        padded: the layout of samples with their padding, of which ``layout`` is the part without; None where nothing is
+            padded.
     """
 
     group: CPGroup
@@ -39,6 +44,8 @@ class CPContext:
     device: torch.device
     exchange: Exchange
     token_multiple: int = 1
+    alignment: Alignment = NO_ALIGNMENT
+    padded: PackLayout | None = None
 
     @property
     def size(self) -> int:
@@ -67,18 +74,63 @@ class CPContext:
 
     @property
     def num_fill_tokens(self) -> int:
-        """Tokens that a region puts behind those of this rank."""
-        return fill_tokens(self.num_local_tokens, self.size, self.token_multiple)
+        """Tokens that a region adds to those of this rank: behind samples as their padding, and behind all of them."""
+        return self.num_region_tokens - self.num_local_tokens
 
     @property
     def num_region_tokens(self) -> int:
         """Tokens that a region's module sees on this rank."""
-        return self.num_local_tokens + self.num_fill_tokens
+        return self.region_tokens[self.rank]
+
+    @cached_property
+    def region_tokens(self) -> list[int]:
+        """Tokens that a region's module sees on each rank of the group."""
+        return _region_tokens(self.padded or self.layout, self.token_multiple, self.alignment)
+
+    @cached_property
+    def region_index(self) -> Tensor:
+        """Where the tokens of this rank lie among those that a region's module sees, int64 ``[num_local_tokens]``."""
+        if self.padded is None:
+            return torch.arange(self.num_local_tokens, device=self.device)
+        return self.padded.places_without_padding(self.rank, self.layout.lengths).to(self.device)
 
     @cached_property
     def is_real(self) -> Tensor:
         """Which of the tokens that a region's module sees are tokens of samples, bool ``[num_region_tokens]``."""
-        return torch.arange(self.num_region_tokens, device=self.device) < self.num_local_tokens
+        real = torch.zeros(self.num_region_tokens, dtype=torch.bool, device=self.device)
+        return real.index_fill(0, self.region_index, True)
+
+    def with_fill(self, local: Tensor, fill: Tensor | float = 0) -> Tensor:
+        """Values of this rank's tokens, among those of the tokens that a region adds.
+
+        Args:
+            local: ``[num_local_tokens, ...]``.
+            fill: one value for all others, ``[...]`` or a number.
+
+        Returns:
+            ``[num_region_tokens, ...]``; a gradient reaches ``local`` alone.
+        """
+        if not self.num_fill_tokens:
+            return local
+        value = torch.as_tensor(fill, dtype=local.dtype, device=local.device).detach()
+        if self.padded is None:
+            return torch.cat([local, value.expand(self.num_fill_tokens, *local.shape[1:])])
+        return value.expand(self.num_region_tokens, *local.shape[1:]).index_copy(0, self.region_index, local)
+
+    def without_fill(self, values: Tensor) -> Tensor:
+        """The inverse of :meth:`with_fill`: ``[num_region_tokens, ...]`` to ``[num_local_tokens, ...]``."""
+        if not self.num_fill_tokens:
+            return values
+        if self.padded is None:
+            return values[: self.num_local_tokens]
+        return values.index_select(0, self.region_index)
+
+    @cached_property
+    def with_padding(self) -> CPContext:
+        """The same pack with the padding of samples as tokens of these: for back ends that need their lengths so."""
+        if self.padded is None:
+            return self
+        return replace(self, layout=self.padded, padded=None)
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -112,6 +164,27 @@ def fill_tokens(tokens: int, size: int, multiple: int = 1) -> int:
     return -(-least // multiple) * multiple - tokens
 
 
+def region_tokens(
+    name: str, lengths: Sequence[int], size: int, *, token_multiple: int = 1, alignment: Alignment = NO_ALIGNMENT
+) -> list[int]:
+    """Tokens that a region's module sees on each rank: those of the pack, their padding, and what lies behind them.
+
+    Args:
+        name: of the layout.
+        lengths: tokens of each sample of the pack.
+        size: ranks of the group.
+        token_multiple: there are a multiple of so many on each rank.
+        alignment: the padding that samples get.
+    """
+    return _region_tokens(layout_of(name, alignment.padded_lengths(lengths, size), size), token_multiple, alignment)
+
+
+def _region_tokens(padded: PackLayout, token_multiple: int, alignment: Alignment) -> list[int]:
+    multiple = math.lcm(token_multiple, alignment.rank)  # layouts of a user's own may deal a pack out unevenly
+    held = [padded.tokens(rank) for rank in range(padded.size)]
+    return [tokens + fill_tokens(tokens, padded.size, multiple) for tokens in held]
+
+
 @lru_cache(maxsize=256)
 def layout_of(name: str, lengths: tuple[int, ...], size: int) -> PackLayout:
     """The layout of a pack by its name; those made last are kept, as a batch is asked about more than once."""
@@ -128,6 +201,7 @@ def make_context(
     clock: WaitClock | None = None,
     exchange: Exchange | None = None,
     token_multiple: int = 1,
+    alignment: Alignment = NO_ALIGNMENT,
 ) -> CPContext:
     """The context of a pack of samples with these lengths.
 
@@ -140,15 +214,33 @@ def make_context(
         clock: where waiting is counted.
         exchange: communication inside the group, by default that of its process group.
         token_multiple: a region's module sees a multiple of so many tokens on each rank.
+        alignment: the padding that samples get for a region's module.
 
     Raises:
-        PlanError: no tokens, or a layout for other samples or another number of ranks.
+        PlanError: no tokens, or a layout for other samples or another number of ranks, or one that is not told by its name
+            where samples are padded.
     """
-    chosen = layout_of(layout, tuple(lengths), group.size) if isinstance(layout, str) else layout
+    padded = None
+    if isinstance(layout, str):
+        chosen, padded = _layouts(layout, tuple(lengths), group.size, alignment)
+    elif alignment:
+        raise PlanError(f"samples with padding ({alignment}) need a layout told by its name, not {layout}")
+    else:
+        chosen = layout
     if (chosen.lengths, chosen.size) != (tuple(lengths), group.size) or not chosen.num_tokens:
         raise PlanError(
             f"a pack of samples of {tuple(lengths)} tokens on {group.size} ranks, with a layout of {chosen.lengths} on "
             f"{chosen.size}: both must be the same, and hold a token"
         )
     ways = exchange or GroupExchange(group, rank, clock or WaitClock())
-    return CPContext(group, rank, chosen, torch.device(device), ways, token_multiple)
+    return CPContext(group, rank, chosen, torch.device(device), ways, token_multiple, alignment, padded)
+
+
+@lru_cache(maxsize=256)
+def _layouts(
+    name: str, lengths: tuple[int, ...], size: int, alignment: Alignment
+) -> tuple[PackLayout, PackLayout | None]:
+    """The layout of samples, and that of samples with padding if there is any."""
+    padded_lengths = alignment.padded_lengths(lengths, size)
+    padded = layout_of(name, padded_lengths, size)
+    return (padded, None) if padded_lengths == lengths else (padded.without_padding(lengths), padded)

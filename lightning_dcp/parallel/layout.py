@@ -88,6 +88,32 @@ class PackLayout:
         spans = [np.arange(c.start, c.end) for c in self.ranks[rank]]
         return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *spans]))
 
+    def without_padding(self, lengths: Sequence[int]) -> PackLayout:
+        """The layout of the first tokens of each sample, each on the rank that holds it here.
+
+        Args:
+            lengths: tokens of each sample without the padding at its end.
+
+        Raises:
+            PlanError: other samples, or longer ones.
+        """
+        if len(lengths) != len(self.lengths) or any(n > m for n, m in zip(lengths, self.lengths, strict=True)):
+            raise PlanError(
+                f"samples of {tuple(lengths)} tokens without padding are not those of {self.lengths} with it"
+            )
+        ranks = tuple(
+            tuple(
+                Chunk(c.sample, c.start, min(c.end, lengths[c.sample])) for c in chunks if c.start < lengths[c.sample]
+            )
+            for chunks in self.ranks
+        )
+        return PackLayout(tuple(lengths), ranks)
+
+    def places_without_padding(self, rank: int, lengths: Sequence[int]) -> Tensor:
+        """Where among a rank's tokens those of :meth:`without_padding` lie, int64 ``[tokens]``."""
+        real = [np.arange(c.start, c.end) < lengths[c.sample] for c in self.ranks[rank]]
+        return torch.from_numpy(np.flatnonzero(np.concatenate([np.empty(0, dtype=bool), *real])))
+
     def validate(self) -> None:
         """Raise :class:`PlanError` unless each token is held once and each rank's chunks ascend."""
         held = [np.zeros(length, dtype=np.int64) for length in self.lengths]

@@ -6,13 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
 from lightning_dcp.batch.view import view
 from lightning_dcp.errors import PlanError
+from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 from lightning_dcp.schedule.plan import Scheduler, StepPlan
 
 KEPT = 16
@@ -70,17 +71,22 @@ class PlanAhead:
         scheduler: makes the plans.
         ranks: size of the plane that every plan must be for.
         enabled: ``False`` leaves all planning to the steps.
+        alignment: the padding that the model's back end needs, with which every plan must keep its rules; schedulers that
+            know nothing of padding may make them.
 
     Attributes:
         scheduler: makes the plans.
         counts: what happened so far.
     """
 
-    def __init__(self, scheduler: Scheduler, ranks: int, *, enabled: bool = True) -> None:
+    def __init__(
+        self, scheduler: Scheduler, ranks: int, *, enabled: bool = True, alignment: Alignment = NO_ALIGNMENT
+    ) -> None:
         self.scheduler = scheduler
         self.counts = PlanCounts()
         self._ranks = ranks
         self._enabled = enabled
+        self._alignment = alignment
         self._turn = Lock()
         self._thread: Thread | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -155,6 +161,8 @@ class PlanAhead:
             plan = self.scheduler.schedule(lengths)
         if not isinstance(plan, StepPlan):
             raise PlanError(f"{type(self.scheduler).__name__}.schedule returned {type(plan).__name__}, not a StepPlan")
+        if plan.alignment != self._alignment:
+            plan = replace(plan, alignment=self._alignment)
         plan.validate()
         if tuple(plan.lengths) != lengths:
             raise PlanError(f"the plan is for lengths {_short(plan.lengths)}, but the batch has {_short(lengths)}")

@@ -123,6 +123,7 @@ class ScheduledBatch:
             device=self.device,
             clock=self.clock,
             token_multiple=self.token_multiple,
+            alignment=self.plan.alignment,
         )
         seed = seed_of(self.seed, number)
         limit = self.plan.max_seqlen_per_dp_cp_rank

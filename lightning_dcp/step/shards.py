@@ -21,11 +21,12 @@ from lightning_dcp.step.scheduled import PackWork
 
 
 def can_be_sharded(work: PackWork) -> bool:
-    """Whether each rank of the pack's group has tokens enough; the same on all of them.
+    """Whether regions add no fill tokens on any rank of the pack's group; the same on all of them.
 
-    With fewer than two, regions add fill tokens, which fields of the user's own would count.
+    Fields of the user's own would count those. They are added where a rank has fewer than two tokens, or where a back end
+    needs padding.
     """
-    return work.pack.cp_size == 1 or min(work.active.context.tokens) >= 2
+    return work.active.context.region_tokens == work.active.context.tokens
 
 
 def sharded(work: PackWork, normalization: LossNormalization, batch_targets: int) -> PackWork:

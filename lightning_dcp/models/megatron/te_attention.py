@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_dcp.attention.transformer_engine import packed_seq_params, te_context_parallel
 from lightning_dcp.models.megatron.scope import Scope
+from lightning_dcp.parallel.context import CPContext
 
 
 @cache
@@ -21,9 +22,16 @@ def te_core_attention() -> type:
 
         Its queries are ``[T, 1, H, D]``, as without packing: positions are rotated token by token before, so that no other
         layer looks at a static group.
+
+        Samples come with padding to equal chunks (:mod:`lightning_dcp.models.megatron.alignment`).
+
+        Attributes:
+            scope: tells the pack that a call is about.
+            needs_equal_chunks: samples must be multiples of 2c tokens on c ranks.
         """
 
         scope: Scope | None = None
+        needs_equal_chunks = True
 
         def forward(
             self,
@@ -42,15 +50,25 @@ def te_core_attention() -> type:
                 return super().forward(
                     query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **options
                 )
-            context = scope.context
-            q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
+            context = scope.context.with_padding
+            q, k, v = (context.without_fill(tensor.squeeze(1)) for tensor in (query, key, value))
             scheme = scope.attention.scheme if isinstance(scope.attention.scheme, str) else "ring"
             with te_context_parallel(self, context, scheme):
-                out = super().forward(q, k, v, None, attn_mask_type, attention_bias, _packed(context), **options)
-            return out.reshape(query.shape[0], 1, -1)
+                packed = packed_of(scope.context, causal="causal" in attn_mask_type.name)
+                out = super().forward(q, k, v, None, attn_mask_type, attention_bias, packed, **options)
+            return context.with_fill(out.reshape(len(q), -1)).unsqueeze(1)
 
     return ContextParallelTEAttention
 
 
-def _packed(context: Any) -> Any:
-    return packed_seq_params(context)
+def packed_of(context: CPContext, *, causal: bool) -> Any:
+    """The boundaries of a pack with the padding of its samples, as ``PackedSeqParams``.
+
+    To causal attention padding counts as tokens: none before it sees it, no gradient comes to it, more kernels take packs
+    without gaps, and none leaves rows of its output unset. To other attention it is told.
+
+    Args:
+        context: the pack, as its layers see it.
+        causal: whether a token sees none after it.
+    """
+    return packed_seq_params(context.with_padding, None if causal else context.layout.lengths)

@@ -38,10 +38,12 @@ class TokenPart:
         """Tokens that a router sees, fill tokens too."""
         return context.num_region_tokens // self.parts
 
-    def positions(self, context: CPContext) -> Tensor:
-        """Where these lie in the pack, int64 on the CPU; without fill tokens, which lie behind the others."""
+    def places(self, context: CPContext) -> tuple[Tensor, Tensor]:
+        """Which of these are tokens of samples, and where they lie in the pack: int64 ``[n]`` each, on the CPU."""
         rows = self.rows(context)
-        return context.layout.pack_index(context.rank)[self.index * rows : (self.index + 1) * rows]
+        index, first = context.region_index.cpu(), self.index * rows
+        here = (index >= first) & (index < first + rows)
+        return index[here] - first, context.layout.pack_index(context.rank)[here]
 
 
 class CallRoutes:
@@ -52,7 +54,8 @@ class CallRoutes:
     Attributes:
         mode: what they do.
         samples: of the batch, that the call is about.
-        positions: of this rank's tokens in the pack.
+        places: of the samples' tokens among those that a router sees; the others are fill tokens and padding.
+        positions: of the samples' tokens in the pack.
         complete: whether each of these has a route.
     """
 
@@ -76,13 +79,13 @@ class CallRoutes:
                 "or inside `with replay.live():`"
             )
         self.samples = scope.samples
-        self.positions = part.positions(scope.context)
+        self.places, self.positions = part.places(scope.context)
         self._rows = part.rows(scope.context)
 
     def record(self, layer: int, experts: Tensor) -> None:
         """Keep the experts ``[n, topk]`` of a layer; those of fill tokens are left out."""
         self._check_rows(len(experts))
-        self._routes[layer] = experts[: len(self.positions)].detach().to(self._dtype)
+        self._routes[layer] = experts[self.places.to(experts.device)].detach().to(self._dtype)
 
     def give(self, packed: Tensor, device: torch.device) -> None:
         """Take the call's part of whole routes ``[T, layers, topk]``, wherever they lie."""
@@ -106,7 +109,7 @@ class CallRoutes:
             self._routes = before._routes
 
     def routes(self, layer: int, rows: int) -> Tensor:
-        """The experts ``[n, topk]`` of a layer, without fill tokens.
+        """The experts ``[n, topk]`` of a layer, those of the tokens at :attr:`places`.
 
         Args:
             layer: index among the rank's mixture-of-experts layers.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_dcp.models.megatron.replay.calls import CallRoutes, Mode
 from lightning_dcp.models.megatron.replay.routes import NO_ROUTE
@@ -67,10 +66,10 @@ class LayerReplay:
         return values, experts
 
     def _replayed(self, scores: Tensor, call: CallRoutes, live: Callable[[], Tensor]) -> TopK:
-        routes = call.routes(self.index, len(scores)).to(scores.device).long()
-        fill = len(scores) - len(routes)
-        routes = F.pad(routes, (0, 0, 0, fill), value=NO_ROUTE)
-        if fill or not call.complete:
+        given = call.routes(self.index, len(scores)).to(scores.device).long()
+        routes = given.new_full((len(scores), *given.shape[1:]), NO_ROUTE)
+        routes[call.places.to(scores.device)] = given
+        if len(given) < len(routes) or not call.complete:
             routes = torch.where(routes < 0, live(), routes)
         return scores.gather(1, routes), routes
 
