@@ -45,8 +45,8 @@ class Topology:
     @property
     def is_model_parallel(self) -> bool:
         """Whether ranks hold different weights."""
-        sizes = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.expert_model_parallel_size
-        return max(sizes) > 1
+        dense = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        return max(*dense, self.expert_model_parallel_size, self.expert_tensor_ranks) > 1
 
     @property
     def is_pipeline(self) -> bool:

@@ -153,8 +153,16 @@ def test_tied_embeddings_of_two_stages_are_one_weight(ranks):
     assert_agree(ranks, 4, runs.DENSE, PP2, TIED, share_embeddings_and_output_weights=True)
 
 
-def test_clipped_experts_agree_with_one_process(ranks):
-    layout = TP2_SP | {"expert_model_parallel_size": 2}
+@pytest.mark.parametrize(
+    "layout",
+    [
+        TP2_SP | {"expert_model_parallel_size": 2},
+        pytest.param({"expert_tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param(TP2_SP | {"expert_tensor_parallel_size": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["EP2xTP2+SP", "ETP2", "TP2+SP, ETP1"],
+)
+def test_clipped_experts_agree_with_one_process(ranks, layout):
     assert_agree(ranks, 4, runs.MOE, layout, {"by norm": CLIPPED["by norm"]})
 
 
