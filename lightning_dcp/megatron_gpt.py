@@ -204,6 +204,7 @@ class MegatronGPT(LanguageModel):
                     backend=self.backend,
                     on_gpu=self._on_gpu,
                     vocab_size=self.gpt_options["vocab_size"],
+                    positions=self.gpt_options["position_embedding_type"],
                 )
             )
         self.model = MegatronModel(self.provider)
@@ -211,19 +212,24 @@ class MegatronGPT(LanguageModel):
             load_huggingface(self.model, self.huggingface)
 
     def provider(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
-        """One chunk of the model."""
+        """One chunk of the model.
+
+        Raises:
+            ConfigurationError: Megatron-Core refuses it.
+        """
         from megatron.core.models.gpt import GPTModel
 
         config = self.transformer_config()
-        spec = layer_spec(config, self.backend, on_gpu=self._on_gpu, vp_stage=vp_stage)
-        chunk = GPTModel(
-            config,
-            with_output_bias(spec) if self.attention_output_bias else spec,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            **self.gpt_options,
-        )
+        with compat.refusals("a model of this config"):
+            spec = layer_spec(config, self.backend, on_gpu=self._on_gpu, vp_stage=vp_stage)
+            chunk = GPTModel(
+                config,
+                with_output_bias(spec) if self.attention_output_bias else spec,
+                pre_process=pre_process,
+                post_process=post_process,
+                vp_stage=vp_stage,
+                **self.gpt_options,
+            )
         if self.rope_scaling is not None:
             scale_rotary(chunk, self.rope_scaling)
         return chunk

@@ -14,7 +14,7 @@ from lightning_dcp import ConfigurationError, DCPStrategy, MegatronGPT, Megatron
 from lightning_dcp.errors import PlanError
 from lightning_dcp.models.megatron import layer_spec, model_parallel_fields
 from lightning_dcp.models.megatron.not_run import NOT_RUN, WITH_TRANSFORMER_ENGINE
-from lightning_dcp.models.megatron.problems import backend_problems, config_problems, given_problems
+from lightning_dcp.models.megatron.problems import backend_problems, config_problems, given_problems, position_problems
 from lightning_dcp.models.megatron.stages import stage_problems
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
@@ -180,6 +180,13 @@ def test_backends(backend: str) -> None:
     [problem] = backend_problems(backend, on_gpu=False)
     assert f"backend={backend!r}" in problem.asked
     assert "local" in problem.remedy
+
+
+@pytest.mark.parametrize("kind", ["mrope", "relative"])
+def test_positions(kind: str) -> None:
+    [problem] = position_problems(kind)
+    assert f"position_embedding_type={kind!r}" in problem.asked
+    assert list(position_problems("yarn")) == []
 
 
 def test_transformer_engine_that_is_there_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_dcp.errors import Problem
 from lightning_dcp.models.megatron import compat
 from lightning_dcp.models.megatron.model import MegatronModel
-from lightning_dcp.models.megatron.problems import config_problems
+from lightning_dcp.models.megatron.problems import config_problems, position_problems
 from lightning_dcp.parallel.topology import Topology
 
 _OURS = "make the layers by lightning_dcp.models.megatron.layer_spec(config), or give this one an attribute `scope`"
@@ -47,9 +47,7 @@ def model_problems(model: MegatronModel, name: str) -> Iterator[Problem]:
         transformer_engine=_has_transformer_engine(model),
         vocab_size=chunk.vocab_size,
     )
-    if chunk.position_embedding_type == "mrope":
-        found = "one position a token; multimodal rotary angles need three"
-        yield Problem("position_embedding_type='mrope'", found, "use rope, yarn, learned_absolute or none")
+    yield from position_problems(chunk.position_embedding_type)
     places: dict[Finding, list[str]] = {}
     for path, layer in model.named_modules():
         for finding in _findings(layer):

@@ -21,6 +21,7 @@ Fields = Mapping[str, Any]
 """Fields of a TransformerConfig by name; those that are not there have its defaults."""
 
 _SPREAD = "spread model_parallel_fields(self.trainer.strategy) into the config, and set sizes in DCPStrategy alone"
+_POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 _BACKENDS = ("auto", "local", "transformer_engine")
 
 
@@ -55,6 +56,7 @@ def gpt_problems(
     backend: str,
     on_gpu: bool,
     vocab_size: int,
+    positions: str = "rope",
 ) -> list[Problem]:
     """What is wrong with the settings of a :class:`~lightning_dcp.MegatronGPT`.
 
@@ -66,11 +68,13 @@ def gpt_problems(
         backend: what the layers are made of.
         on_gpu: whether the model will lie on a GPU.
         vocab_size: rows of the embedding.
+        positions: how the model is told where tokens lie.
     """
     te = backend == "transformer_engine" or (backend == "auto" and on_gpu and has_transformer_engine())
     return [
         *given_problems(given, settled, compat.config_fields()),
         *backend_problems(backend, on_gpu=on_gpu),
+        *position_problems(positions),
         *config_problems({**defaults, **given, **settled}, topology, transformer_engine=te, vocab_size=vocab_size),
     ]
 
@@ -115,6 +119,13 @@ def backend_problems(backend: str, *, on_gpu: bool) -> Iterator[Problem]:
         )
     elif backend == "transformer_engine":
         yield from compat.release_problems(transformer_engine=True)
+
+
+def position_problems(kind: str) -> Iterator[Problem]:
+    """What stands against a ``position_embedding_type``."""
+    if kind not in _POSITIONS:
+        found = "three positions a token, where samples have one" if kind == "mrope" else "an unknown value"
+        yield Problem(f"position_embedding_type={kind!r}", found, f"use one of {list(_POSITIONS)}")
 
 
 def _missing(fields: Fields) -> Iterator[Problem]:
