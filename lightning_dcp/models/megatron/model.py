@@ -28,7 +28,7 @@ class MegatronModel(nn.Module):
                 self.model = MegatronModel(self.provider)
 
         def provider(self, pre_process, post_process, vp_stage):
-            config = TransformerConfig(..., **model_parallel_fields(self.trainer.strategy))
+            config = TransformerConfig(..., attention_dropout=0.0, **model_parallel_fields(self.trainer.strategy))
             return GPTModel(config, layer_spec(config), ..., pre_process=pre_process, post_process=post_process,
                             vp_stage=vp_stage)
 
