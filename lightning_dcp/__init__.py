@@ -7,6 +7,7 @@ groups.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dcp.batch import PackedBatch
+from lightning_dcp.batch.labels import shifted_labels
 from lightning_dcp.callbacks import GradientNorm, PerformanceMonitor, RouterReplay, RunSummary, SchedulerCallback
 from lightning_dcp.errors import ConfigurationError, DCPError
 from lightning_dcp.loss import next_token_loss
@@ -35,6 +36,7 @@ __all__ = [
     "StaticScheduler",
     "StepPlan",
     "next_token_loss",
+    "shifted_labels",
 ]
 __version__ = "0.1.0"
 

@@ -29,7 +29,7 @@ class Logging(runs.SmallGPT):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.mean = MeanMetric().set_dtype(torch.float64)
+        self.mean = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, targets = self._loss(batch)
@@ -49,12 +49,14 @@ def whole_run(strategy: dict[str, Any], fmt: str, **options: Any) -> dict[str, A
     run = trainer(strategy=LIMIT | strategy, callbacks=[recorder], **options)
     run.fit(module, loader(LENGTHS, 4, fmt), loader(LENGTHS[:3], 3, fmt))
     logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    metric = logged.pop("metric")
     tested = run.test(module, loader(LENGTHS[3:6], 2, fmt), verbose=False)
     predicted = run.predict(module, loader(LENGTHS[:4], 2, fmt))
     return {
         "losses": recorder.losses,
         "gradients": recorder.gradients,
         "weights": runs.whole_weights(module.model),
+        "metric": metric,
         "logged": logged | {f"tested_{name}": value for results in tested for name, value in results.items()},
         "predicted": [p.values() if p.is_nested else p for p in predicted],
     }
@@ -67,6 +69,7 @@ def test_logged_values_evaluation_and_predictions_are_those_of_one_process(ranks
     expected = ranks.run(whole_run, 1, {}, fmt)[0]
     for own in ranks.run(whole_run, world, strategy, fmt):
         assert_same(own, expected, 1e-9)
+        assert own["metric"] == pytest.approx(expected["metric"], rel=1e-6)  # torchmetrics casts to float32
         for ours, right in zip(own["predicted"], expected["predicted"], strict=True):
             mask = right.abs().sum(-1) > 0 if fmt == "padded" else ...
             torch.testing.assert_close(ours[mask], right[mask], rtol=1e-9, atol=1e-9)
