@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_dcp.errors import ConfigurationError, Problem
 from lightning_dcp.models.megatron import compat
 from lightning_dcp.models.megatron.cpu import on_cpu
+from lightning_dcp.models.megatron.randomness import first_states
 from lightning_dcp.models.megatron.scope import Scope
 
 Provider = Callable[..., nn.Module]
@@ -66,7 +67,7 @@ class MegatronModel(nn.Module):
             )
         self.device_type = _device_type(device)
         size = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        with on_cpu(torch.device(self.device_type)):
+        with on_cpu(torch.device(self.device_type)), first_states(self.device_type):
             self.chunks = nn.ModuleList(self._chunk(provider, stage, size) for stage in range(size))
         self.scope = Scope()
         for layer in self.modules():
