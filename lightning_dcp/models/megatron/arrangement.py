@@ -68,7 +68,7 @@ def compiled_problems(root: nn.Module) -> Iterator[Problem]:
     for name, layer in modules.items():
         near = next((m for m in models if _holds(name, m) or _holds(m, name)), None)
         if near is not None and is_compiled(layer):
-            yield _compiled(name, near)
+            yield _compiled(name or type(root).__name__, near)
 
 
 def _compiled(name: str, model: str) -> Problem:
