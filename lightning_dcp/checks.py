@@ -76,12 +76,15 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
 
 def _model_parallel_problems(strategy: DCPStrategy) -> list[Problem]:
     """Options that do not go with ranks that hold parts of the weights."""
-    names = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
-    sizes = {name: getattr(strategy, name) for name in names}
-    asked = ", ".join(f"{name}={size}" for name, size in sizes.items() if isinstance(size, int) and size > 1)
-    if not asked:
-        return []
+    asked = _split_by(strategy)
     problems = []
+    if strategy.distributed_optimizer is True and strategy.outputs in ("sharded", "auto"):
+        found = "a trial that compares gradients and puts them back, which this optimizer keeps elsewhere"
+        problems.append(
+            Problem(f"outputs={strategy.outputs!r} with distributed_optimizer=True", found, 'use outputs="gathered"')
+        )
+    if not asked:
+        return problems
     if strategy.outputs in ("sharded", "auto"):
         found = "steps of split models, which see whole samples only"
         problems.append(Problem(f"outputs={strategy.outputs!r} with {asked}", found, 'use outputs="gathered"'))
@@ -95,6 +98,16 @@ def _model_parallel_problems(strategy: DCPStrategy) -> list[Problem]:
         remedy = "leave schedule_mode out, or use schedule_mode='lockstep'"
         problems.append(Problem(f"schedule_mode='free' with {asked}", found, remedy))
     return problems
+
+
+def _split_by(strategy: DCPStrategy) -> str:
+    """The sizes by which ranks hold parts of the weights, in words."""
+    names = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+    least = dict.fromkeys(names, 1)
+    if isinstance(strategy.tensor_model_parallel_size, int):
+        least["expert_tensor_parallel_size"] = strategy.tensor_model_parallel_size
+    sizes = {name: getattr(strategy, name) for name in least}
+    return ", ".join(f"{name}={n}" for name, n in sizes.items() if isinstance(n, int) and n > least[name])
 
 
 def check_lockstep(strategy: DCPStrategy, plan: StepPlan) -> None:

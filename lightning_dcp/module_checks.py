@@ -47,7 +47,7 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
         problems.append(
             Problem(f"regions={strategy.region_names}", str(error), "name modules that are there and can be regions")
         )
-    problems += region_problems(regions.modules, strategy.topology)
+    problems += region_problems(regions.modules, module, strategy.topology, strategy.outputs)
     mixing = {
         ".".join(filter(None, (name, path))): layer
         for name, adapter in regions.adapters.items()

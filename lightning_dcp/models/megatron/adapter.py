@@ -80,7 +80,8 @@ class MegatronAdapter(ModelAdapter):
             local = model.scope.mark(call.run(partial(_seeded, call), attending=False), scope)
         if not model.chunk.post_process:
             raise StageOutput(local)
-        self.last_output = local
+        if model.config.pipeline_model_parallel_size > 1:
+            self.last_output = local
         return call.gathered(local)
 
     def _refuse_second(self, call: RegionCall) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_dcp.errors import Problem
 from lightning_dcp.models.compiled import is_compiled
 from lightning_dcp.models.megatron import compat
-from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.models.megatron.model import MegatronModel, megatron_models
 from lightning_dcp.parallel.topology import Topology
 
 _WRAP = (
@@ -26,7 +26,7 @@ def arrangement_problems(root: nn.Module, topology: Topology) -> Iterator[Proble
         root: the LightningModule.
         topology: the sizes in force.
     """
-    models = {name: layer for name, layer in root.named_modules() if isinstance(layer, MegatronModel)}
+    models = megatron_models(root)
     if topology.is_model_parallel and not models:
         found = f"no MegatronModel in {type(root).__name__}, and so no weights that could be shared out"
         yield Problem(
@@ -44,13 +44,24 @@ def arrangement_problems(root: nn.Module, topology: Topology) -> Iterator[Proble
     yield from compiled_problems(root)
 
 
-def region_problems(regions: Mapping[str, nn.Module], topology: Topology) -> Iterator[Problem]:
-    """What is wrong with regions beside a Megatron-Core model.
+def region_problems(
+    regions: Mapping[str, nn.Module], root: nn.Module, topology: Topology, outputs: str
+) -> Iterator[Problem]:
+    """What is wrong with Megatron-Core models as regions, or beside them.
 
     Args:
         regions: their modules, by name.
+        root: the LightningModule.
         topology: the sizes in force.
+        outputs: what steps see.
     """
+    for name, model in megatron_models(root).items():
+        if not any(region is model for region in regions.values()):
+            found = f"a MegatronModel {name!r} beside the regions {list(regions)}, which would see packs without borders"
+            yield Problem(f"regions={list(regions)}", found, "name it, too, or leave regions out")
+        if model.config.num_moe_experts and outputs != "gathered":
+            found = f"experts in {name!r}, whose counts and auxiliary losses a trial of shards would add up three times"
+            yield Problem(f"outputs={outputs!r}", found, 'use outputs="gathered"')
     others = [name or "forward" for name, module in regions.items() if not isinstance(module, MegatronModel)]
     models = [name for name, module in regions.items() if isinstance(module, MegatronModel)]
     if topology.is_pipeline and models and len(regions) > 1:
@@ -101,5 +112,6 @@ def _sizes(topology: Topology) -> str:
         "tensor_model_parallel_size": topology.tensor_model_parallel_size,
         "pipeline_model_parallel_size": topology.pipeline_model_parallel_size,
         "expert_model_parallel_size": topology.expert_model_parallel_size,
+        "expert_tensor_parallel_size": topology.expert_tensor_ranks,
     }
     return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)

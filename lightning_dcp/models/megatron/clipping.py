@@ -41,8 +41,8 @@ def gradient_norm(
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for gradient, copies in gradients:
         if copies:
-            by_copies[copies].append(_wide(gradient))
-    norms = {n: nn.utils.get_total_norm(grads, norm_type).to(device, torch.float64) for n, grads in by_copies.items()}
+            by_copies[copies].append(_norm(gradient, norm_type).to(device, torch.float64))
+    norms = {n: _norm(torch.stack(own), norm_type) for n, own in by_copies.items()}
     if math.isinf(norm_type):
         return _largest([*norms.values()], device, clock, spread)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -76,9 +76,12 @@ def _largest(norms: list[Tensor], device: torch.device, clock: WaitClock, spread
     return every.max()
 
 
-def _wide(gradient: Tensor) -> Tensor:
-    """In float32 or better: a sum of many squares in bfloat16 stops growing."""
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+def _norm(values: Tensor, norm_type: float) -> Tensor:
+    """Summed in float32 or better, since a sum of many squares in bfloat16 stops growing; values are widened one by one."""
+    norm: Tensor = torch.linalg.vector_norm(
+        values, norm_type, dtype=torch.promote_types(values.dtype, torch.float32)
+    )
+    return norm
 
 
 def counted(parameters: Iterable[nn.Parameter], module: nn.Module, groups: ParallelGroups) -> Counted:

@@ -98,12 +98,19 @@ class ContextParallelCoreAttention(nn.Module):
 
 
 def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
-    """The layer's sliding window, ``(left, right)``; every so many layers have none (``window_attn_skip_freq``)."""
-    window, skip = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
-    if window is None:
-        return None
-    if isinstance(skip, int) and layer_number % skip == 0:
-        return None
-    if isinstance(skip, list | tuple) and not skip[layer_number - 1]:
-        return None
-    return tuple(window)
+    """The layer's sliding window, ``(left, right)``."""
+    return tuple(config.window_size) if windowed_layers(config)[layer_number - 1] else None
+
+
+def windowed_layers(config: Any) -> list[bool]:
+    """Which layers, in order, have the config's ``window_size``.
+
+    Megatron-Core's rule (``is_layer_window_attention``): all of them; with a number as ``window_attn_skip_freq`` all but every
+    so many; with a list of it those that it says.
+    """
+    skip = getattr(config, "window_attn_skip_freq", None)
+    if not getattr(config, "window_size", None):
+        return [False] * config.num_layers
+    if isinstance(skip, int):
+        return [number % skip != 0 for number in range(1, config.num_layers + 1)]
+    return [True] * config.num_layers if skip is None else [bool(s) for s in skip]

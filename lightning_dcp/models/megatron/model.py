@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dcp.errors import ConfigurationError, Problem
+from lightning_dcp.errors import ConfigurationError, Problem, RegionError
 from lightning_dcp.models.megatron import compat
 from lightning_dcp.models.megatron.cpu import on_cpu
 from lightning_dcp.models.megatron.randomness import first_states
@@ -135,14 +135,28 @@ class MegatronModel(nn.Module):
         Returns:
             Losses ``[B, T]`` with labels, else logits ``[B, T, vocabulary]``; on a stage before the last, the hidden
             states ``[T, B, hidden]`` for the next.
+
+        Raises:
+            RegionError: a call outside a step, in a pipeline.
         """
         chunk = self.chunk
+        stages = self.config.pipeline_model_parallel_size
+        if self.scope.current is None and stages > 1:
+            raise RegionError(
+                f"a MegatronModel was called outside a step under pipeline_model_parallel_size={stages}: its stages run "
+                "together only in training_step, validation_step, test_step and predict_step. Call it there, or use one stage"
+            )
         if position_ids is None and input_ids is not None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         if labels is None:
             options.setdefault("runtime_gather_output", True)  # logits of the whole vocabulary
         with rotated_at(chunk, position_ids):
             return chunk(input_ids=input_ids, position_ids=position_ids, attention_mask=None, labels=labels, **options)
+
+
+def megatron_models(module: nn.Module) -> dict[str, MegatronModel]:
+    """All Megatron-Core models of a module, by path, in order; one with several paths by its first."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, MegatronModel)}
 
 
 @contextmanager

@@ -21,6 +21,9 @@ Fields = Mapping[str, Any]
 """Fields of a TransformerConfig by name; those that are not there have its defaults."""
 
 _SPREAD = "spread model_parallel_fields(self.trainer.strategy) into the config, and set sizes in DCPStrategy alone"
+_IMPORTED_VOCABULARY = (
+    "A Hugging Face model brings its own: in transformers, model.resize_token_embeddings(pad_to_multiple_of={}), and save it again"
+)
 _POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 _BACKENDS = ("auto", "local", "transformer_engine")
 
@@ -186,6 +189,8 @@ def _split_problems(fields: Fields, topology: Topology, vocab_size: int | None) 
 def _no_multiple(field: str, value: int, name: str, size: int) -> Problem:
     smaller = next(n for n in range(size - 1, 0, -1) if value % n == 0)
     remedy = f"use a {field} that {size} divides ({-(-value // size) * size}, say), or {name}={smaller}"
+    if field == "vocab_size":
+        remedy += f". {_IMPORTED_VOCABULARY.format(size)}"
     return Problem(f"{field}={value} with {name}={size}", f"a {field} that {size} does not divide", remedy)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from lightning_dcp.errors import Problem
+from lightning_dcp.models.megatron.core_attention import windowed_layers
 from lightning_dcp.models.megatron.huggingface.config import HuggingFaceConfig
 from lightning_dcp.models.megatron.huggingface.families import FAMILIES, Family
 from lightning_dcp.models.megatron.model import MegatronModel
@@ -111,19 +113,10 @@ def _windows(config: Any, family: Family) -> dict[str, Any]:
         return described
     described["use_sliding_window"] = bool(size)
     if family.window == "layers":
-        slides = _window_layers(config)
+        slides = windowed_layers(config)
         described["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
         described["max_window_layers"] = slides.index(True) if any(slides) else config.num_layers
     return described
-
-
-def _window_layers(config: Any) -> list[bool]:
-    if not getattr(config, "window_size", None):
-        return [False] * config.num_layers
-    skip = config.window_attn_skip_freq
-    if isinstance(skip, int):
-        return [number % skip != 0 for number in range(1, config.num_layers + 1)]
-    return [True] * config.num_layers if skip is None else [bool(s) for s in skip]
 
 
 def _experts(config: Any, family: Family) -> dict[str, Any]:
@@ -176,16 +169,10 @@ def _comparable(model: MegatronModel, name: str, value: Any) -> Any:
     if name == "moe_layer_freq":
         return _per_layer(value, layers)
     if name == "window_attn_skip_freq":
-        return None if value is None or all(_skips(value, layers)) else _skips(value, layers)
+        return windowed_layers(SimpleNamespace(num_layers=layers, window_size=(0, 0), window_attn_skip_freq=value))
     if name == "activation_func":
         return getattr(nn.functional, value) if isinstance(value, str) else value
     return tuple(value) if isinstance(value, list) else value
-
-
-def _skips(value: int | list[int], layers: int) -> list[int]:
-    if isinstance(value, int):
-        return [int(number % value != 0) for number in range(1, layers + 1)]
-    return [int(bool(v)) for v in value]
 
 
 def _shown(value: Any) -> str:
