@@ -17,6 +17,7 @@ from lightning_dcp.schedule.choice import SchedulerChoice
 if TYPE_CHECKING:
     from lightning_dcp.callbacks.scheduler import SchedulerCallback
     from lightning_dcp.strategy import DCPStrategy
+    from lightning_dcp.strategy.state import StrategyState
 
 _SIZES = (
     "context_parallel_size",
@@ -110,7 +111,7 @@ def _split_by(strategy: DCPStrategy) -> str:
     return ", ".join(f"{name}={n}" for name, n in sizes.items() if isinstance(n, int) and n > least[name])
 
 
-def check_lockstep(strategy: DCPStrategy, plan: StepPlan) -> None:
+def check_lockstep(strategy: StrategyState, plan: StepPlan) -> None:
     """Refuse a plan in which ranks would wait for ever for ranks that have no pack; schedulers of others make such plans.
 
     Raises:
@@ -178,7 +179,7 @@ def schedule_mode_in_force(strategy: DCPStrategy, scheduler: Any, mode: str | No
     return mode or ("lockstep" if ours and needs_lockstep(strategy) else "free")
 
 
-def needs_lockstep(strategy: DCPStrategy) -> bool:
+def needs_lockstep(strategy: StrategyState) -> bool:
     """Whether all ranks of the plane must run the same number of micro-batches."""
     sizes = strategy.pipeline_model_parallel_size, strategy.expert_model_parallel_size
     if any(isinstance(size, int) and size > 1 for size in sizes):
