@@ -172,13 +172,13 @@ class RegionCall:
 
     # ----------------------------------------------------------------- running
 
-    def run(self, forward: Callable[..., Any] | None = None, *, all_ones: bool = False, attending: bool = True) -> Any:
+    def run(self, forward: Callable[..., Any] | None = None, *, all_ones: bool = False, serve_attention: bool = True) -> Any:
         """Run the module, or a function of its named arguments, on this rank's tokens; local outputs.
 
         Args:
             forward: the function; by default the module's own forward.
             all_ones: give the module a mask of ones instead of none.
-            attending: serve what the module calls as attention; not needed where its layers know the pack.
+            serve_attention: serve what the module calls as attention; not needed where its layers know the pack.
         """
         given, context = self.arguments, self.context
         for arguments in (given, self.extra):
@@ -194,7 +194,7 @@ class RegionCall:
             self.give(self.positions, shaped_positions(self.positions, filled))
         if all_ones:
             self.give(MASK, torch.ones(1, context.num_region_tokens, dtype=torch.int64, device=context.device))
-        served = ContextParallelAttention(context, self.pack.attention) if attending else nullcontext()
+        served = ContextParallelAttention(context, self.pack.attention) if serve_attention else nullcontext()
         with served, seeded(self.seed, context.device):
             if forward is None:
                 return self.forward(*self.bound.args, **self.bound.kwargs)

@@ -177,6 +177,14 @@ def backward_of_nothing(loss: Tensor) -> None:
             "training_step returned a constant for tokens without targets, but the other ranks of the group wait for its "
             "backward: return a loss that depends on the model's output, such as `0 * logits.sum()`"
         )
+    marks = region_marks(loss)
+    if marks:
+        zeros = [torch.zeros(node.shape, **node.options) for node in marks]
+        torch.autograd.backward([GradientEdge(node, 0) for node in marks], zeros)
+
+
+def region_marks(loss: Tensor) -> list[Any]:
+    """The nodes of a loss's graph where the regions' part begins; none if it does not depend on their outputs."""
     marks: list[Any] = []
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
@@ -189,6 +197,4 @@ def backward_of_nothing(loss: Tensor) -> None:
             marks.append(node)
         else:
             waiting += [function for function, _ in node.next_functions]
-    if marks:
-        zeros = [torch.zeros(node.shape, **node.options) for node in marks]
-        torch.autograd.backward([GradientEdge(node, 0) for node in marks], zeros)
+    return marks

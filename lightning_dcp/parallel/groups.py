@@ -77,6 +77,18 @@ class ParallelGroups:
         return group
 
 
+def in_force(groups: ParallelGroups, topology: Topology) -> bool:
+    """Whether groups made before are still those of the world, of Megatron-Core and of these sizes."""
+    from megatron.core import parallel_state
+
+    return (
+        groups.topology == topology
+        and parallel_state.model_parallel_is_initialized()
+        and parallel_state.get_data_parallel_group(with_context_parallel=True) is groups.plane
+        and dist.get_world_size() == len(groups.world_ranks)
+    )
+
+
 def initialize_groups(topology: Topology, timeout: timedelta | None = None) -> ParallelGroups:
     """Make all groups. Collective: every rank of the world calls it, after ``init_process_group``.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_dcp import checks, module_checks
 from lightning_dcp.attention.options import AttentionOptions
-from lightning_dcp.attention.settings import AttentionSettings, describe
+from lightning_dcp.attention.settings import AttentionSettings
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
 from lightning_dcp.data.prepare import prepare_loader
 from lightning_dcp.errors import raise_problems
@@ -36,7 +36,7 @@ from lightning_dcp.models.megatron.distributed_optimizer import DistributedOptim
 from lightning_dcp.models.megatron.gradients import sync_parameters
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.clock import WaitClock
-from lightning_dcp.parallel.groups import ParallelGroups, initialize_groups
+from lightning_dcp.parallel.groups import ParallelGroups, in_force, initialize_groups
 from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import CostModel, Scheduler
 from lightning_dcp.schedule.alignment import NO_ALIGNMENT
@@ -76,7 +76,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         virtual_pipeline_model_parallel_size: chunks of layers that each stage holds, for the interleaved schedule.
         expert_model_parallel_size: ranks that a mixture-of-experts layer's experts are dealt out to.
         expert_tensor_parallel_size: ranks that share an expert's weights; by default ``tensor_model_parallel_size``.
-            These five are for Megatron-Core models (:class:`~lightning_dcp.MegatronModel`).
+            These six are for Megatron-Core models (:class:`~lightning_dcp.MegatronModel`).
         distributed_optimizer: Megatron-Core's: each rank of the plane keeps the optimizer state of its share of the models'
             weights, in float32, and updates it. For Megatron-Core models in float32 or bfloat16 and one
             ``torch.optim.AdamW`` from ``configure_optimizers``, whose settings and schedulers stay in force. These weights
@@ -88,6 +88,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         attention: how keys and values reach the queries of other ranks: ``ring``, ``all_gather``, ``ulysses``, or ``auto``,
             which estimates all three for each pack, group and layer from the cost model, the head counts and the links.
             What it picked is logged, and counted in :class:`~lightning_dcp.RunSummary`.
+            Transformer Engine's attention chooses nothing: ``auto`` is ``ring`` there, and the next two are refused.
         attention_kernel: what computes attention on a rank; ``auto`` takes the fastest for device and dtype that is
             installed: ``flash_attn_3``, ``flash_attn``, ``cuda_flash``, ``varlen_attn``, ``cpu_flash``, ``reference``.
         links: how ``attention="auto"`` knows the speed between ranks: ``measured`` at set-up (rounded; runs may still
@@ -269,8 +270,9 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
     def setup_environment(self) -> None:
         """Join the world, make the groups, start to watch the other ranks."""
         super().setup_environment()
-        self._groups = initialize_groups(self.topology, self._timeout)
-        self._checkpoints = ShardedCheckpoints(self._groups, self.root_device)
+        if self._groups is None or not in_force(self._groups, self.topology):
+            self._groups = initialize_groups(self.topology, self._timeout)  # else those of the run before
+            self._checkpoints = ShardedCheckpoints(self._groups, self.root_device)
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
             self._watchdog = Watchdog(store, self.global_rank, self.world_size)
@@ -331,7 +333,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
             f"{t.plane_size} rank(s) ({t})",
             f"at most {limit} tokens a rank, {sizes[-1] * limit} a sample",
             self._choice.settings,
-            describe(self._attention),
+            module_checks.describe_attention(self),
             f"loss per {self.loss_normalization}{', without logits' if self.fused_linear_cross_entropy else ''}",
             f"outputs {self.outputs}",
             f"regions: {', '.join(name or 'forward' for name in self.regions.modules)}",

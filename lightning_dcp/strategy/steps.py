@@ -19,8 +19,8 @@ from lightning_dcp import checks
 from lightning_dcp.errors import BatchError
 from lightning_dcp.loss.weighting import backward_scale
 from lightning_dcp.models.megatron.gradients import reduce_gradients
-from lightning_dcp.models.megatron.pipeline import LossOfNothing, run_schedule
-from lightning_dcp.models.region import backward_of_nothing
+from lightning_dcp.models.megatron.pipeline import ZeroLoss, run_schedule
+from lightning_dcp.models.region import backward_of_nothing, region_marks
 from lightning_dcp.parallel.randomness import seed_of
 from lightning_dcp.step.outputs_choice import GATHERED, OutputsChoice
 from lightning_dcp.step.runner import detached, loss_of, run_packs
@@ -148,8 +148,8 @@ class StepHooks(StrategyState):
         # Interleaved micro-batches go in rounds of one a stage. What is missing is one that has run, for nothing.
         missing = -len(works) % (self.pipeline_model_parallel_size if len(model.chunks) > 1 else 1)
         last = works[-1]
-        works = [*works, *(_for_nothing(last) for _ in range(missing))]
-        with self.regions.backward_of(works[0].active):
+        works = [*works, *(_filler(last) for _ in range(missing))]
+        with self._pipeline.serving():
             run_schedule(model, works, forward, forward_only=not torch.is_grad_enabled())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -179,21 +179,25 @@ class StepHooks(StrategyState):
         if work.weight:  # a pack without targets adds nothing, and its mean over nothing is NaN
             with self.regions.backward_of(work.active):
                 self._module.backward(self._scaled(loss, work, accumulate))
-        elif (
-            work.pack_weight or self._has_megatron
-        ):  # experts of other ranks wait for it, and auxiliary losses count it
+        elif work.pack_weight or self._has_megatron:  # experts of others wait for it, auxiliary losses count it
             with self.regions.backward_of(work.active):
                 backward_of_nothing(loss)
         return _keep(work, output)
 
     def _in_schedule(self, accumulate: int, work: PackWork, output: Any) -> Any:
         """Hand the loss to the pipeline's schedule, which runs the backward."""
-        loss = loss_of(output)
-        if work.weight:
-            self._scaled_loss = self._scaled(loss, work, accumulate)
-        else:
-            self._scaled_loss = LossOfNothing.apply(self._pipeline.last_output)
+        loss, model_output = loss_of(output), self._pipeline.last_output
         self._pipeline.last_output = None
+        if model_output is None or not model_output.requires_grad:
+            raise BatchError(
+                "training_step called the model without gradients, but the stages before wait for those of its last layers: call "
+                "it outside torch.no_grad(), and leave the loss at `0 * output.sum()` where there is nothing to learn"
+            )
+        scaled = self._scaled(loss, work, accumulate) if work.weight else None
+        if scaled is None or not region_marks(loss):  # the stages before wait for a gradient, if only of zeros
+            nothing = ZeroLoss.apply(model_output)
+            scaled = nothing if scaled is None else scaled + nothing
+        self._scaled_loss = scaled
         return _keep(work, output)
 
     def _scaled(self, loss: Tensor, work: PackWork, accumulate: int) -> Tensor:
@@ -224,7 +228,7 @@ class StepHooks(StrategyState):
         return self.precision_plugin.post_backward(closure_loss, module)
 
 
-def _for_nothing(work: PackWork) -> PackWork:
+def _filler(work: PackWork) -> PackWork:
     """The same pack again, adding nothing."""
     return replace(work, weight=0.0, leader=False, active=replace(work.active, gradient_scale=0.0))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_dcp import MegatronGPT, next_token_loss
 from lightning_dcp.batch.labels import shifted_labels
 from lightning_dcp.models.megatron.weights import load_whole_weights, whole_weights
+from tests.support.plans import GivenPlan
 from tests.support.training import VOCAB, Recorder, loader, trainer
 
 DENSE = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 24}
@@ -27,6 +28,25 @@ MOE = DENSE | {
 }
 VOCABULARY = VOCAB + 7
 """A multiple of 2, 3, 4 and 8, that holds the tokens of the random samples."""
+LENGTHS = (13, 5, 9, 3, 7, 11)
+PLANS = {
+    1: [[(0, 1, [0])], [(0, 1, [1, 2])], [(0, 1, [3])], [(0, 1, [4, 5])]],
+    2: [[(0, 2, [0])], [(0, 1, [1]), (1, 1, [2, 3])], [(0, 2, [4])], [(0, 2, [5])]],
+    4: [[(0, 4, [0])], [(0, 2, [1]), (2, 1, [2]), (3, 1, [3])], [(0, 4, [4])], [(0, 4, [5])]],
+}
+"""By ranks of the plane: four micro-batches of mixed sizes for samples of these lengths."""
+
+
+def given(ranks: int, reverse: bool = False) -> GivenPlan:
+    """A scheduler that gives these plans, or their micro-batches in reverse order."""
+    rounds = reversed(PLANS[ranks]) if reverse else PLANS[ranks]
+    return GivenPlan(ranks, [pack for packs in rounds for pack in packs])
+
+
+def plane_of(world: int, layout: dict[str, Any]) -> int:
+    """Ranks of the plane under these sizes."""
+    stages, tensor = (layout.get(f"{kind}_model_parallel_size", 1) for kind in ("pipeline", "tensor"))
+    return world // (stages * tensor)
 
 
 def made_up(name: str, shape: Sequence[int]) -> Tensor:

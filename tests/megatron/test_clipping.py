@@ -8,10 +8,13 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dcp import GradientNorm
+from lightning_dcp.models.megatron.clipping import gradient_norm
+from lightning_dcp.parallel.clock import WaitClock
 from tests.megatron import runs
-from tests.megatron.test_parity import LENGTHS, given
+from tests.megatron.runs import LENGTHS, given, plane_of
 from tests.support.training import assert_same, loader, trainer
 
 SPLIT = "layers.0.self_attention.linear_proj.weight"
@@ -118,8 +121,7 @@ TIED = {"clipped": ({"gradient_clip_val": 0.2}, {}), "not clipped": ({}, {})}
 
 
 def runs_of(config, world, layout, which, **module):
-    sizes = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1)
-    strategy = {"scheduler": given(world // sizes), **layout}
+    strategy = {"scheduler": given(plane_of(world, layout)), **layout}
     return {
         name: runs.fit(config, LENGTHS, len(LENGTHS), strategy, make=Watched, module=module | own, **options)
         for name, (options, own) in which.items()
@@ -185,9 +187,8 @@ class Spoilt(runs.SmallGPT):
 
 
 def scaled(world, layout):
-    sizes = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1)
     plugin = Scaled()
-    strategy = {"scheduler": given(world // sizes), **layout}
+    strategy = {"scheduler": given(plane_of(world, layout)), **layout}
     options = {"precision": None, "make": Spoilt, "plugins": [plugin], "gradient_clip_val": 0.2}
     found = runs.fit(runs.DENSE, LENGTHS, len(LENGTHS), strategy, max_epochs=2, **options)
     return found["weights"], plugin.scaler.get_scale()
@@ -200,6 +201,70 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(ranks, layout):
         assert scale == 512.0
         for name, weight in one_step.items():
             torch.testing.assert_close(weights[name].double(), weight, rtol=1e-5, atol=1e-5)
+
+
+class FusedSpoilt(runs.SmallGPT):
+    """An optimizer that unscales by itself; infinite gradients on some ranks in its second step."""
+
+    def __init__(self, config, *, spoilt, unscale=False, **options):
+        super().__init__(config, **options)
+        self.spoilt, self.unscale = spoilt, unscale
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1, eps=1e-2, fused=True)
+
+    def on_after_backward(self):
+        if self.trainer.global_step == 1 and self.trainer.global_rank in self.spoilt:
+            next(p for p in self.parameters() if p.grad is not None).grad.view(-1)[0] = INF
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.unscale:
+            self.trainer.precision_plugin.scaler.unscale_(optimizer)
+
+
+def fused(world, layout, kinds, epochs):
+    found = {}
+    for name, module in kinds.items():
+        plugin, strategy = Scaled(), {"scheduler": given(plane_of(world, layout)), **layout}
+        options = {"precision": None, "make": FusedSpoilt, "module": module, "plugins": [plugin], "max_epochs": epochs}
+        weights = runs.fit(runs.DENSE, LENGTHS, len(LENGTHS), strategy, **options)["weights"]
+        found[name] = weights, plugin.scaler.get_scale()
+    return found
+
+
+def test_fused_optimizers_skip_the_step_on_all_ranks(ranks):
+    kinds = {
+        "on one rank": {"spoilt": (1,)},
+        "on both": {"spoilt": (0, 1)},
+        "on both, unscaled by hand": {"spoilt": (0, 1), "unscale": True},
+    }
+    one_step, _ = ranks.run(fused, 1, 1, {}, {"": {"spoilt": ()}}, 1)[0][""]
+    for found in ranks.run(fused, 2, 2, {"tensor_model_parallel_size": 2}, kinds, 2):
+        for name, (weights, scale) in found.items():
+            assert scale == 512.0, name
+            for key, weight in one_step.items():
+                torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-5)
+
+
+class LargestInFloat32(TorchDispatchMode):
+    """Entries of the largest tensor in float32 that is made inside."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+            self.found = max(self.found, made.numel())
+        return made
+
+
+@pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 40.0), (1.0, 3200.0), (INF, 0.5)])
+def test_norms_of_bfloat16_are_summed_in_float32_without_a_copy_of_the_gradients(norm_type, norm):
+    gradients = [(torch.full((rows, 100), 0.5, dtype=torch.bfloat16), 1) for rows in (40, 24)]
+    options = {"device": torch.device("cpu"), "norm_type": norm_type, "spread": False}
+    with LargestInFloat32() as largest:
+        assert float(gradient_norm(gradients, WaitClock(), **options)) == pytest.approx(norm, rel=1e-6)
+    assert largest.found == 1
 
 
 def test_micro_batches_of_a_pipeline_are_weighted_by_us_alone(ranks):

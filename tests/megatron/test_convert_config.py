@@ -1,16 +1,23 @@
 """What a config.json says in Megatron-Core's words, what is refused, and folders that do not fit."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_dcp import MegatronGPT
-from lightning_dcp.errors import ConfigurationError
+from lightning_dcp.errors import CheckpointError, ConfigurationError
+from lightning_dcp.models.megatron.core_attention import windowed_layers
 from lightning_dcp.models.megatron.huggingface import parse_config
 from lightning_dcp.models.megatron.huggingface.families import FAMILIES
-from lightning_dcp.models.megatron.huggingface.folder import ShardWriter, WeightFolder
+from lightning_dcp.models.megatron.huggingface.folder import ShardWriter, WeightFolder, index_of
 from lightning_dcp.models.megatron.huggingface.names import Source, source_of
+from lightning_dcp.models.megatron.problems import config_problems
+from lightning_dcp.parallel.topology import Topology
 from tests.megatron import hf
 from tests.support.training import loader, trainer
 
@@ -234,18 +241,37 @@ def test_shards_of_several_ranks_are_numbered_through(tmp_path):
         writer.flush()
     assert not list(tmp_path.glob("model*"))
     every = [writer.written for writer in writers]
-    indices = [writer.publish(every) for writer in writers]
-    assert indices[0] == indices[1]
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(indices[0]))
+    for writer in writers:
+        writer.publish(every)
+    index = index_of(every)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == [
         f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
     ]
-    assert indices[0]["metadata"]["total_size"] == 96
+    assert index["metadata"]["total_size"] == 96
     with WeightFolder(tmp_path) as folder:
         assert folder.shape("b") == (4, 2)
         assert torch.equal(folder.part("b"), tensors["b"])
         assert torch.equal(folder.part("c", 0, 1, 2), tensors["c"][2:])
         assert torch.equal(folder.part("c", 1, 1, 2), tensors["c"][:, 1:])
+
+
+@pytest.mark.parametrize("skip", [None, 2, [0, 1, 1, 0, 1]])
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_layers_have_windows_as_megatron_core_says(window, skip):
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    config = SimpleNamespace(num_layers=5, window_size=window, window_attn_skip_freq=skip)
+    expected = [is_layer_window_attention(window, skip, number) for number in range(1, 6)]
+    assert windowed_layers(config) == expected
+    assert any(expected) == (window is not None)
+
+
+def test_a_vocabulary_that_ranks_cannot_share_is_padded_where_it_comes_from():
+    fields = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+    [problem] = config_problems(fields, Topology(2, tensor_model_parallel_size=2), vocab_size=17)
+    assert "resize_token_embeddings(pad_to_multiple_of=2)" in problem.remedy
+    assert "tensor_model_parallel_size=1" in problem.remedy
 
 
 # ------------------------------------------------------------- with ranks
@@ -350,3 +376,54 @@ def test_what_one_stage_misses_every_rank_says(ranks, tmp_path):
     first, last = ranks.run(half_a_folder, 2, tmp_path)
     assert "no model.layers.3.mlp.down_proj.weight" in first
     assert first == last
+
+
+def without_room(rank):
+    """The disk is full after the first file of a rank."""
+    flush = ShardWriter.flush
+
+    def full(writer):
+        if writer.rank == rank and writer.written:
+            raise OSError(28, "No space left on device")
+        flush(writer)
+
+    return patch.object(ShardWriter, "flush", full)
+
+
+def without_leave(rank):
+    """A rank may not rename its files."""
+    rename = Path.rename
+
+    def denied(file, target):
+        if f"part-{rank:05}" in file.name:
+            raise PermissionError(13, "Permission denied")
+        return rename(file, target)
+
+    return patch.object(Path, "rename", denied)
+
+
+def failures_to_write(root):
+    """What each rank says where one cannot write, in the middle or at the end, and which files are left; then it can."""
+    said = {}
+    for layout, rank in (("tensor", 0), ("pipeline", 1)):
+        folder, strategy = root / layout, {f"{layout}_model_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 64}
+        model = MegatronGPT(SMALL, 24, 64)
+        trainer(strategy=strategy).predict(model, loader((5, 3), 2, "packed"))
+        for broken in (without_room(rank), without_leave(rank)):
+            with broken, pytest.raises(CheckpointError) as error:
+                model.save_huggingface(folder, max_shard_bytes=3000)
+            dist.barrier()
+            said.setdefault(layout, []).append((str(error.value), [file.name for file in folder.iterdir()]))
+        model.save_huggingface(folder, max_shard_bytes=3000)
+        said[layout].append(len(list(folder.iterdir())))
+    return said
+
+
+def test_where_one_rank_cannot_write_all_say_so_and_nothing_is_left(ranks, tmp_path):
+    first, second = ranks.run(failures_to_write, 2, tmp_path)
+    assert first == second
+    for rank, (full, denied, written) in enumerate(first.values()):
+        assert f"rank {rank}: OSError: [Errno 28] No space left on device" in full[0]
+        assert f"rank {rank}: PermissionError: [Errno 13] Permission denied" in denied[0]
+        assert full[1] == denied[1] == []
+        assert written > 4  # shards, the index and config.json

@@ -53,3 +53,30 @@ def test_recomputed_layers_drop_the_same_again(ranks):
     for own, expected in zip(recomputed, kept, strict=True):
         assert_same(own, expected, 1e-12)
     assert not torch.equal(kept[0]["masks"][0], kept[1]["masks"][0]), "tensor-parallel ranks hold other tokens here"
+
+
+class LayerMasks(Masks):
+    """Which of the numbers that each chunk's first layer adds were dropped."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for chunk in pl_module.model.chunks:
+            layer = chunk.decoder.layers[0]
+            layer.register_forward_hook(lambda module, args, kwargs, out: self.keep(kwargs, out), with_kwargs=True)
+
+    def keep(self, kwargs: dict[str, Any], out: Any) -> None:
+        self.masks.append(out[0].detach() == kwargs["hidden_states"].detach())
+
+
+def chunk_masks(strategy: dict[str, Any]) -> list[Tensor]:
+    masks = LayerMasks()
+    config = runs.DENSE | {"hidden_dropout": 0.9}
+    plan = GivenPlan(1, [(0, 1, [0]), (0, 1, [1])])
+    runs.fit(config, (12, 12), 2, {"scheduler": plan, **strategy}, make=lambda c: runs.SmallGPT(c, extra=masks))
+    return masks.masks
+
+
+def test_stages_and_chunks_drop_others(ranks):
+    strategy = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    masks = [mask for own in ranks.run(chunk_masks, 2, strategy) for mask in own]
+    assert len(masks) == 8 and all(0.5 < mask.double().mean() < 0.95 for mask in masks)
+    assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])

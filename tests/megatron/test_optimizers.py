@@ -8,9 +8,9 @@ from torch import nn
 from lightning_dcp import ConfigurationError, GradientNorm
 from lightning_dcp.batch.labels import shifted_labels
 from lightning_dcp.loss import next_token_loss
-from lightning_dcp.models.megatron.weights import whole_weights
+from lightning_dcp.models.megatron.weights import weights_of, whole_weights
 from tests.megatron import runs
-from tests.megatron.test_parity import LENGTHS, given
+from tests.megatron.runs import LENGTHS, given, plane_of
 from tests.support.training import TinyModule, assert_same, loader, trainer
 
 LAYOUTS = {
@@ -55,16 +55,15 @@ class ValueHead(runs.SmallGPT):
         return [optimizer], [{"scheduler": s, "interval": "step"} for s in schedulers]
 
 
-def trained(config, world, layout, **options):
+def trained(config, world, layout, *, make=ValueHead, **options):
     modules = []
 
-    def make(*args, **options):
-        modules.append(ValueHead(*args, **options))
+    def kept(*args, **options):
+        modules.append(make(*args, **options))
         return modules[0]
 
-    sizes = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1)
-    strategy = {"scheduler": given(world // sizes), **layout}
-    found = runs.fit(config, LENGTHS, len(LENGTHS), strategy, fmt="padded", make=make, max_epochs=3, **options)
+    strategy = {"scheduler": given(plane_of(world, layout)), **layout}
+    found = runs.fit(config, LENGTHS, len(LENGTHS), strategy, fmt="padded", make=kept, max_epochs=3, **options)
     found["weights"] |= {name: p.detach().clone() for name, p in modules[0].head.named_parameters()}
     return found
 
@@ -107,13 +106,32 @@ def test_the_distributed_optimizer_agrees_with_adamw_on_one_process(ranks, layou
             torch.testing.assert_close(own["weights"][name].double(), weight, rtol=1e-5, atol=1e-5)
 
 
+class LowerFrozen(ValueHead):
+    """All that the first of two stages holds is frozen."""
+
+    def configure_model(self):
+        super().configure_model()
+        for weight in weights_of(self.model):
+            if weight.name.startswith(("embedding.", "decoder.layers.0.", "decoder.layers.1.")):
+                weight.parameter.requires_grad_(False)
+
+
+def test_the_distributed_optimizer_has_nothing_to_do_on_a_stage_that_is_frozen(ranks):
+    options = {"make": LowerFrozen, "gradient_clip_val": 0.2}
+    oracle = ranks.run(trained, 1, runs.DENSE, 1, {}, **options)[0]
+    layout = LAYOUTS["PP2"] | {"distributed_optimizer": True}
+    for own in ranks.run(trained, 2, runs.DENSE, 2, layout, precision="32-true", **options):
+        assert own["logged"]["grad_norm"] == pytest.approx(oracle["logged"]["grad_norm"], rel=1e-5)
+        for name, weight in oracle["weights"].items():
+            torch.testing.assert_close(own["weights"][name].double(), weight, rtol=1e-5, atol=1e-5)
+
+
 def interrupted(directory, world, layout, steps, *, resume=None, **options):
     """The weights after some steps, those in float32 of the optimizer included."""
     module = ValueHead(runs.DENSE)
-    sizes = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1)
     saving = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     run = trainer(
-        strategy={"scheduler": given(world // sizes), **layout},
+        strategy={"scheduler": given(plane_of(world, layout)), **layout},
         max_steps=steps,
         max_epochs=None,
         enable_checkpointing=True,
@@ -178,8 +196,17 @@ class Refused(runs.SmallGPT):
             "SGD": lambda: torch.optim.SGD(parameters),
             "amsgrad": lambda: torch.optim.AdamW(parameters, amsgrad=True),
             "left out": lambda: torch.optim.AdamW(parameters[1:]),
-            "float64": lambda: torch.optim.AdamW(parameters),
-        }[self.kind]()
+        }.get(self.kind, lambda: torch.optim.AdamW(parameters))()
+
+    def configure_model(self):
+        super().configure_model()
+        self.late().requires_grad_(self.kind != "unfrozen")
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.late().requires_grad_(self.kind != "frozen")
+
+    def late(self):
+        return self.model.chunk.decoder.layers[1].mlp.linear_fc1.weight
 
 
 def refused():
@@ -189,6 +216,8 @@ def refused():
         "amsgrad": "32-true",
         "left out": "32-true",
         "float64": "64-true",
+        "unfrozen": "32-true",
+        "frozen": "32-true",
     }.items():
         run = trainer(strategy={"distributed_optimizer": True}, precision=precision)
         try:
@@ -202,7 +231,7 @@ def refused():
     return found
 
 
-def test_what_the_distributed_optimizer_cannot_do_is_refused_at_set_up(ranks):
+def test_what_the_distributed_optimizer_cannot_do_is_refused(ranks):
     assert ranks.run(refused, 1)[0] == {
         "SGD": ["SGD from configure_optimizers"],
         "amsgrad": ["AdamW(amsgrad=True)"],
@@ -210,5 +239,7 @@ def test_what_the_distributed_optimizer_cannot_do_is_refused_at_set_up(ranks):
             "weights that train and that the optimizer does not hold: chunks.0.embedding.word_embeddings.weight"
         ],
         "float64": ["weights in torch.float64"],
+        "unfrozen": ["weights unfrozen in the run: chunks.0.decoder.layers.1.mlp.linear_fc1.weight"],
+        "frozen": ["weights frozen in the run: chunks.0.decoder.layers.1.mlp.linear_fc1.weight"],
         "no model": ["no MegatronModel in the module"],
     }

@@ -10,6 +10,7 @@ from lightning_dcp import next_token_loss
 from lightning_dcp.batch.labels import shifted_labels
 from lightning_dcp.data import COLLATORS
 from tests.megatron import runs
+from tests.support.plans import GivenPlan
 from tests.support.training import RaggedTokens, assert_same, loader, trainer
 
 LENGTHS = (13, 5, 9, 3, 7, 11, 2, 6)
@@ -171,3 +172,51 @@ def test_a_second_call_in_a_pipeline_is_refused_plainly_and_fine_without_one(ran
     expected = ranks.run(called_twice, 1, {})[0]
     for own in ranks.run(called_twice, 4, SP):
         assert_same(own, expected, 1e-9)
+
+
+class SometimesConstant(runs.SmallGPT):
+    """Some packs have nothing to learn, and a loss that does not depend on the model."""
+
+    def _loss(self, batch: Any) -> Any:
+        loss, targets = super()._loss(batch)
+        return (loss if batch["input_ids"].numel() % 2 else loss.new_zeros((), requires_grad=True)), targets
+
+
+def sometimes_constant(strategy: dict[str, Any]) -> dict[str, Any]:
+    packs = [(0, 1, [i]) for i in range(4)]
+    return runs.fit(runs.DENSE, LENGTHS[3:7], 4, {"scheduler": GivenPlan(1, packs)} | strategy, make=SometimesConstant)
+
+
+def test_a_loss_that_does_not_depend_on_the_model_holds_no_stage_up(ranks):
+    expected = ranks.run(sometimes_constant, 1, {})[0]
+    for own in ranks.run(sometimes_constant, 2, PP, timeout=60):
+        assert_same(own, expected, 1e-9)
+
+
+class WithoutGradients(runs.SmallGPT):
+    def _loss(self, batch: Any) -> Any:
+        with torch.no_grad():
+            loss, targets = super()._loss(batch)
+        return loss + self.outside.sum(), targets
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.outside = torch.nn.Parameter(torch.zeros(2))
+
+
+class CalledOutside(runs.SmallGPT):
+    def on_train_start(self) -> None:
+        self.model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+
+def wrong_call(make: type, strategy: dict[str, Any]) -> None:
+    runs.fit(runs.DENSE, LENGTHS, 8, LIMIT | strategy, make=make)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(WithoutGradients, "model without gradients"), (CalledOutside, "called outside a step")]
+)
+def test_calls_that_stages_cannot_follow_are_refused(ranks, make, words):
+    outcomes = ranks.run_all(wrong_call, 2, make, PP, timeout=60)
+    assert not any(ok for ok, _ in outcomes)
+    assert any(words in text for _, text in outcomes)

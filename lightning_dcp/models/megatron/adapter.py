@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_dcp.errors import Problem, RegionError
@@ -16,8 +17,10 @@ from lightning_dcp.models.megatron.alignment import has_transformer_engine_atten
 from lightning_dcp.models.megatron.model import MegatronModel
 from lightning_dcp.models.megatron.model_problems import model_problems
 from lightning_dcp.models.megatron.randomness import seed_states
+from lightning_dcp.models.megatron.replay.own import own_samples
 from lightning_dcp.models.megatron.scope import PackScope
 from lightning_dcp.models.pack import ActivePack
+from lightning_dcp.parallel.randomness import seed_of
 from lightning_dcp.schedule.alignment import Alignment
 
 
@@ -67,20 +70,19 @@ class MegatronAdapter(ModelAdapter):
         """Run the chunk under way; on a stage before the last, end the step."""
         model, pack = self.module, call.pack
         self._refuse_second(call)
-        own = pack.context.layout.lengths == call.context.layout.lengths
         scope = PackScope(
             call.context,
             pack.attention,
             pack.batch_tokens,
             pack.batch_samples * len(call.context.layout.lengths) / max(1, len(pack.samples)),
             pack.gradient_scale,
-            pack.samples if own else None,
+            own_samples(call) if model.config.num_moe_experts else None,  # only routers ask
         )
         with model.scope.inside(scope):
-            local = model.scope.mark(call.run(partial(_seeded, call), attending=False), scope)
+            local = model.scope.mark(call.run(partial(self._seeded, call), serve_attention=False), scope)
         if not model.chunk.post_process:
             raise StageOutput(local)
-        if model.config.pipeline_model_parallel_size > 1:
+        if model.config.pipeline_model_parallel_size > 1 and torch.is_grad_enabled():
             self.last_output = local
         return call.gathered(local)
 
@@ -96,7 +98,10 @@ class MegatronAdapter(ModelAdapter):
             )
         self._last = call.pack, model.chunk
 
+    def _seeded(self, call: RegionCall, **arguments: Any) -> Any:
+        """Run the chunk with random states that follow from the call, the stage and the chunk."""
+        from megatron.core import parallel_state
 
-def _seeded(call: RegionCall, **arguments: Any) -> Any:
-    seed_states(call.seed)
-    return call.forward(**arguments)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        seed_states(seed_of(call.seed, stage, self.module.chunk_number))
+        return call.forward(**arguments)

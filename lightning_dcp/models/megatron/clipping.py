@@ -78,9 +78,7 @@ def _largest(norms: list[Tensor], device: torch.device, clock: WaitClock, spread
 
 def _norm(values: Tensor, norm_type: float) -> Tensor:
     """Summed in float32 or better, since a sum of many squares in bfloat16 stops growing; values are widened one by one."""
-    norm: Tensor = torch.linalg.vector_norm(
-        values, norm_type, dtype=torch.promote_types(values.dtype, torch.float32)
-    )
+    norm: Tensor = torch.linalg.vector_norm(values, norm_type, dtype=torch.promote_types(values.dtype, torch.float32))
     return norm
 
 

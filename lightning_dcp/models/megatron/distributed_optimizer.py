@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lightning_dcp.errors import Problem
+from lightning_dcp.errors import Problem, raise_problems
 from lightning_dcp.models.megatron.clipping import Counted, copies_of
 from lightning_dcp.models.megatron.cpu import on_cpu
-from lightning_dcp.models.megatron.gradients import is_expert, megatron_models
+from lightning_dcp.models.megatron.gradients import finalize, is_expert, megatron_models, models_that_train
 from lightning_dcp.models.megatron.model import MegatronModel
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.groups import ParallelGroups
@@ -40,7 +40,8 @@ class DistributedOptimizer:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, groups: ParallelGroups, device: torch.device) -> None:
         self.settings, self.groups, self.device = optimizer, groups, device
-        self.models = [m for m in megatron_models(module) if any(p.requires_grad for p in m.parameters())]
+        self.every = megatron_models(module)
+        self.models = [m for m in self.every if any(p.requires_grad for p in m.parameters())]
         self.steps = 0
         self._ready = False
         self._copies = {id(p): n for model in self.models for p, n in copies_of(model, groups)}
@@ -101,12 +102,32 @@ class DistributedOptimizer:
         self._ready = False
 
     def reduce(self, clock: WaitClock) -> None:
-        """Sum the gradients, as :func:`~lightning_dcp.models.megatron.gradients.reduce_gradients`. Collective over the world."""
+        """Sum the gradients, as :func:`~lightning_dcp.models.megatron.gradients.reduce_gradients`. Collective over the world.
+
+        Raises:
+            ConfigurationError: weights that were frozen or unfrozen since it was made.
+        """
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
-        with clock.waiting(), on_cpu(self.device):
-            for chunks in self.chunks:
-                finalize_model_grads(chunks)
+        raise_problems(list(self._changed()))
+        buffers = {id(model): chunks for model, chunks in zip(self.models, self.chunks, strict=True)}
+        with on_cpu(self.device):
+            for model in models_that_train(self.every, self.groups, clock):
+                if id(model) not in buffers:  # all of this rank's weights are frozen
+                    finalize(model.chunks, clock)
+                    continue
+                with clock.waiting():
+                    finalize_model_grads(buffers[id(model)])
+
+    def _changed(self) -> Iterator[Problem]:
+        """Weights that train and are in no buffer, so that nobody would sum their gradients; and frozen ones, which decay."""
+        every = [(n, p, hasattr(p, "main_grad")) for m in self.every for n, p in m.named_parameters()]
+        for was, asked in ((False, "unfrozen"), (True, "frozen")):
+            names = [n for n, p, held in every if held == was and p.requires_grad != was]
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                remedy = f"have them {asked} before the run starts, or leave distributed_optimizer out"
+                yield Problem("distributed_optimizer=True", f"weights {asked} in the run: {names[0]}{more}", remedy)
 
     def gradients(self) -> Counted:
         """The gradients of this rank's shares, with the number of ranks that hold the same."""

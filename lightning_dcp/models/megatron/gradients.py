@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dcp.errors import Problem, raise_problems
 from lightning_dcp.models.megatron.model import MegatronModel
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.gradients import all_reduce_gradients
@@ -33,15 +34,18 @@ def reduce_gradients(
 
     Dense weights are summed over the plane, experts over the ranks that hold the same ones. Then Megatron-Core's
     ``finalize_model_grads`` does what it does after a backward: it adds up the gradients of norms and routers over
-    tensor-parallel ranks, those of shared embeddings over the first and the last stage, and moves the experts' biases. Weights
-    outside the models lie on every stage, and get their gradients from the last; they are summed over the stages, so that
-    the copies stay the same.
+    tensor-parallel ranks, those of shared embeddings over the first and the last stage, and moves the experts' biases; also
+    where a rank's own weights are all frozen. Weights outside the models lie on every stage, and get their gradients from the
+    last; they are summed over the stages, so that the copies stay the same.
 
     Args:
         module: the module.
         groups: the groups in force.
         clock: counts the wait for other ranks.
         models_own: sums the models' gradients in another way, which has them in buffers.
+
+    Raises:
+        ConfigurationError: of a shared embedding one stage's copy is frozen and the other's is not.
     """
     models = megatron_models(module)
     inside = {id(p) for model in models for p in model.parameters()}
@@ -63,16 +67,64 @@ def _reduce_models(models: Sequence[MegatronModel], groups: ParallelGroups, cloc
     all_reduce_gradients([p for p in trainable if not is_expert(p)], groups.plane, clock)
     if groups.expert_data is not None:
         all_reduce_gradients([p for p in trainable if is_expert(p)], groups.expert_data, clock)
-    for model in models:
-        if any(p.requires_grad for p in model.parameters()):
-            _finalize(model, clock)
+    for model in models_that_train(models, groups, clock):
+        finalize(model.chunks, clock)
 
 
-def _finalize(model: MegatronModel, clock: WaitClock) -> None:
+def models_that_train(models: Sequence[MegatronModel], groups: ParallelGroups, clock: WaitClock) -> list[MegatronModel]:
+    """The models of which any rank has weights that are not frozen. Collective over the world where ranks hold different weights.
+
+    All ranks have to finish the gradients of these: one whose own weights are all frozen would leave others waiting, and the
+    biases of its experts where they are.
+
+    Args:
+        models: this rank's parts of all models.
+        groups: the groups in force.
+        clock: counts the wait for other ranks.
+
+    Raises:
+        ConfigurationError: of a shared embedding one stage's copy is frozen and the other's is not.
+    """
+    if not models:
+        return []
+    flags = torch.tensor([_flags(model) for model in models], dtype=torch.int32, device=models[0].device_type)
+    if groups.topology.is_model_parallel:
+        with clock.waiting():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    found = flags.tolist()
+    raise_problems([_half_frozen(groups, first=bool(f)) for _, f, last, shared in found if shared and f != last])
+    return [model for model, (trains, *_) in zip(models, found, strict=True) if trains]
+
+
+def _flags(model: MegatronModel) -> tuple[bool, bool, bool, bool]:
+    """Of a rank: whether any weight trains, whether the first and the last stage's copy of an embedding do, if there are two."""
+    trains = any(p.requires_grad for p in model.parameters())
+    if model.config.pipeline_model_parallel_size == 1 or not model.chunk.share_embeddings_and_output_weights:
+        return trains, False, False, False
+    first, last = (
+        any(chunk.shared_embedding_or_output_weight().requires_grad for chunk in model.chunks if getattr(chunk, place))
+        for place in ("pre_process", "post_process")
+    )
+    return trains, first, last, True
+
+
+def _half_frozen(groups: ParallelGroups, *, first: bool) -> Problem:
+    stages = groups.topology.pipeline_model_parallel_size
+    states = ("trains", "is frozen") if first else ("is frozen", "trains")
+    return Problem(
+        f"share_embeddings_and_output_weights=True with pipeline_model_parallel_size={stages}",
+        f"two copies of one weight: embedding.word_embeddings.weight on the first stage, which {states[0]}, and "
+        f"output_layer.weight on the last, which {states[1]}",
+        "freeze both or none of them; they have these two names because each stage has its own parameters",
+    )
+
+
+def finalize(chunks: Sequence[nn.Module], clock: WaitClock) -> None:
+    """Run Megatron-Core's ``finalize_model_grads`` on chunks whose gradients are summed. Collective over the world."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
     with clock.waiting():
-        finalize_model_grads([_Chunk(chunk) for chunk in model.chunks])
+        finalize_model_grads([_Chunk(chunk) for chunk in chunks])
 
 
 class _Chunk:

@@ -9,14 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dcp.errors import ConfigurationError, Problem, RegionError
+from lightning_dcp.errors import ConfigurationError, Problem, RegionError, raise_problems
 from lightning_dcp.models.megatron import compat
 from lightning_dcp.models.megatron.cpu import on_cpu
+from lightning_dcp.models.megatron.problems import position_problems
 from lightning_dcp.models.megatron.randomness import first_states
 from lightning_dcp.models.megatron.scope import Scope
 
 Provider = Callable[..., nn.Module]
 """``provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel``, as Megatron-LM's model providers."""
+
+REFUSED_ARGUMENTS = {
+    "packed_seq_params": "sample borders come from the pack of the step; outside steps give each sample as a row",
+    "decoder_input": "tokens come as input_ids, and hidden states of other stages by the schedule",
+    "inference_context": "attention over packs keeps no keys and values; generate without it, or with an inference engine",
+    "inference_params": "attention over packs keeps no keys and values; generate without it, or with an inference engine",
+}
+"""Arguments of ``GPTModel.forward`` that a :class:`MegatronModel` does not take, with what to do instead."""
 
 
 class MegatronModel(nn.Module):
@@ -44,10 +53,12 @@ class MegatronModel(nn.Module):
 
     Attributes:
         chunks: this rank's chunks, in the order of the layers.
+        chunk_number: of the one that a call runs.
         scope: what layers may ask about the call that they are part of.
 
     Raises:
-        ConfigurationError: no process groups yet; or a release of Megatron-Core that lacks what is needed.
+        ConfigurationError: no process groups yet; a release of Megatron-Core that lacks what is needed; or a config that
+            lacks what ``position_embedding_type="yarn"`` needs.
     """
 
     def __init__(self, provider: Provider, device: torch.device | None = None) -> None:
@@ -74,7 +85,7 @@ class MegatronModel(nn.Module):
             if layer is not self and hasattr(layer, "scope"):
                 vars(layer)["scope"] = self.scope
         self._mark_experts()
-        self._chunk_number = 0
+        self.chunk_number = 0
 
     def _mark_experts(self) -> None:
         """Mark experts' weights as Megatron-Core marks them, also where it does not: with experts on one rank it takes them for
@@ -89,11 +100,16 @@ class MegatronModel(nn.Module):
         from megatron.core import parallel_state
 
         virtual = {"ignore_virtual": False, "vp_stage": stage} if size > 1 else {}
-        return provider(
-            pre_process=parallel_state.is_pipeline_first_stage(**virtual),
-            post_process=parallel_state.is_pipeline_last_stage(**virtual),
-            vp_stage=stage if size > 1 else None,
-        )
+        try:
+            return provider(
+                pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+                post_process=parallel_state.is_pipeline_last_stage(**virtual),
+                vp_stage=stage if size > 1 else None,
+            )
+        except AttributeError as error:  # GPTModel asks its config for what position_embedding_type="yarn" needs
+            if str(error.name).startswith("yarn_"):
+                raise_problems(list(position_problems("yarn", error.obj)))
+            raise
 
     @property
     def config(self) -> Any:
@@ -103,16 +119,16 @@ class MegatronModel(nn.Module):
     @property
     def chunk(self) -> Any:
         """The chunk that a call runs."""
-        return self.chunks[self._chunk_number]
+        return self.chunks[self.chunk_number]
 
     @contextmanager
     def running(self, number: int) -> Iterator[None]:
         """Calls inside run the chunk of this number."""
-        before, self._chunk_number = self._chunk_number, number
+        before, self.chunk_number = self.chunk_number, number
         try:
             yield
         finally:
-            self._chunk_number = before
+            self.chunk_number = before
 
     def forward(
         self,
@@ -124,21 +140,26 @@ class MegatronModel(nn.Module):
     ) -> Tensor:
         """Run the chunk under way.
 
+        The loss at a negative label is not 0, and must be masked: ``losses[labels >= 0]``.
+
         Args:
             input_ids: ``[B, T]``.
             position_ids: of each token in its sample, ``[B, T]``; 0, 1, 2, ... by default.
             attention_mask: taken and not used: attention is causal, and sample borders come from the pack. Outside a
-                region each row is a sequence of its own; padding behind it changes nothing before it.
+                region each row is a sequence of its own; padding behind it changes nothing before it, and padding before
+                tokens is refused.
             labels: the target of each position, ``[B, T]``; any negative number where there is none.
-            **options: further arguments of ``GPTModel.forward``.
+            **options: further arguments of ``GPTModel.forward``; not those in :data:`REFUSED_ARGUMENTS`.
 
         Returns:
             Losses ``[B, T]`` with labels, else logits ``[B, T, vocabulary]``; on a stage before the last, the hidden
             states ``[T, B, hidden]`` for the next.
 
         Raises:
-            RegionError: a call outside a step, in a pipeline.
+            RegionError: a call outside a step, in a pipeline; an argument that does not go with packs; padding before tokens
+                outside a region; a position that reaches the model's ``max_sequence_length``.
         """
+        _refuse(options)
         chunk = self.chunk
         stages = self.config.pipeline_model_parallel_size
         if self.scope.current is None and stages > 1:
@@ -146,12 +167,31 @@ class MegatronModel(nn.Module):
                 f"a MegatronModel was called outside a step under pipeline_model_parallel_size={stages}: its stages run "
                 "together only in training_step, validation_step, test_step and predict_step. Call it there, or use one stage"
             )
+        if self.scope.current is None and attention_mask is not None:
+            _refuse_left_padding(attention_mask)
         if position_ids is None and input_ids is not None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         if labels is None:
             options.setdefault("runtime_gather_output", True)  # logits of the whole vocabulary
         with rotated_at(chunk, position_ids):
             return chunk(input_ids=input_ids, position_ids=position_ids, attention_mask=None, labels=labels, **options)
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Refuse arguments by which a call would say itself what packs and the scope say."""
+    given = [name for name in REFUSED_ARGUMENTS if options.get(name) is not None]
+    if given:
+        told = "; ".join(f"{name}: {REFUSED_ARGUMENTS[name]}" for name in given)
+        raise RegionError(f"a MegatronModel was called with {', '.join(given)}. Leave it out. {told}")
+
+
+def _refuse_left_padding(mask: Tensor) -> None:
+    """Refuse a mask ``[B, T]`` with a 0 before a 1: no mask is used, so that tokens would see that padding."""
+    if mask.dim() == 2 and bool((mask[:, 1:].bool() & ~mask[:, :-1].bool()).any()):
+        raise RegionError(
+            "a MegatronModel was called outside a step with an attention_mask that has padding before tokens, which would see "
+            "it: its attention takes no mask. Pad on the right, or call it in a step, where packs hold no padding"
+        )
 
 
 def megatron_models(module: nn.Module) -> dict[str, MegatronModel]:
@@ -161,7 +201,7 @@ def megatron_models(module: nn.Module) -> dict[str, MegatronModel]:
 
 @contextmanager
 def rotated_at(chunk: Any, position_ids: Tensor | None) -> Iterator[None]:
-    """Make a model's rotary embedding give the angles of these positions.
+    """Make a model's rotary embedding give the angles of these positions, which are checked against its longest sample.
 
     Megatron-Core's takes a length and gives those of positions 0, 1, 2, ...; cut, if at all, by the static CP group. With
     the angles of the tokens at hand its layers need to know nothing of packs and groups.
@@ -169,15 +209,27 @@ def rotated_at(chunk: Any, position_ids: Tensor | None) -> Iterator[None]:
     Args:
         chunk: the GPTModel.
         position_ids: ``[B, T]``.
+
+    Raises:
+        RegionError: a position that reaches the model's ``max_sequence_length``.
     """
     rotary = getattr(chunk, "rotary_pos_emb", None)
-    if rotary is None or position_ids is None:
+    if position_ids is None or (rotary is None and chunk.position_embedding_type != "learned_absolute"):
+        yield
+        return
+    longest = int(position_ids.max()) + 1 if position_ids.numel() else 1
+    if longest > chunk.max_sequence_length:
+        raise RegionError(
+            f"a sample has a token at position {longest - 1}, and the Megatron-Core model max_sequence_length="
+            f"{chunk.max_sequence_length}: give the model a larger one, or cut samples"
+        )
+    if rotary is None:
         yield
         return
     whole = type(rotary).forward
 
     def angles(max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
-        length = int(position_ids.max()) + 1 if position_ids.numel() else 1
+        length = 1 << (longest - 1).bit_length()  # Megatron-Core keeps a table for each length that it is asked for
         made = whole(rotary, length, packed_seq=True)
         table, *rest = made if isinstance(made, tuple) else (made,)
         chosen = table[:, 0, 0][position_ids.t().to(table.device)].unsqueeze(2)  # [T, B, 1, D]

@@ -61,7 +61,7 @@ def _as_it_is(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
 
-class LossOfNothing(torch.autograd.Function):
+class ZeroLoss(torch.autograd.Function):
     """A loss of 0 whose backward goes through a call's whole graph with gradients of zero.
 
     For packs without targets: their mean over nothing is NaN, but the other ranks meet theirs in the backward.

@@ -22,9 +22,25 @@ Fields = Mapping[str, Any]
 
 _SPREAD = "spread model_parallel_fields(self.trainer.strategy) into the config, and set sizes in DCPStrategy alone"
 _IMPORTED_VOCABULARY = (
-    "A Hugging Face model brings its own: in transformers, model.resize_token_embeddings(pad_to_multiple_of={}), and save it again"
+    "a Hugging Face model brings its own: call model.resize_token_embeddings(pad_to_multiple_of={}) in transformers, and save "
+    "it again"
 )
-_POSITIONS = ("rope", "yarn", "learned_absolute", "none")
+_POSITIONS = ("rope", "learned_absolute", "none")
+_YARN = tuple(
+    f"yarn_{name}"
+    for name in (
+        "rotary_scaling_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "correction_range_round_to_int",
+    )
+)
+"""What GPTModel reads of its config for ``yarn``; no TransformerConfig of the tested releases has it."""
+_BY_TRAINER = ("bf16", "fp16", "enable_autocast", "autocast_dtype")
+"""Fields that say the precision to code of Megatron-LM that runs do not go through."""
 _BACKENDS = ("auto", "local", "transformer_engine")
 
 
@@ -60,6 +76,7 @@ def gpt_problems(
     on_gpu: bool,
     vocab_size: int,
     positions: str = "rope",
+    longest: int | None = None,
 ) -> list[Problem]:
     """What is wrong with the settings of a :class:`~lightning_dcp.MegatronGPT`.
 
@@ -72,12 +89,14 @@ def gpt_problems(
         on_gpu: whether the model will lie on a GPU.
         vocab_size: rows of the embedding.
         positions: how the model is told where tokens lie.
+        longest: the ``max_sequence_length`` that was asked for; None where nothing is said.
     """
     te = backend == "transformer_engine" or (backend == "auto" and on_gpu and has_transformer_engine())
     return [
         *given_problems(given, settled, compat.config_fields()),
         *backend_problems(backend, on_gpu=on_gpu),
         *position_problems(positions),
+        *_length_problems(positions, longest),
         *config_problems({**defaults, **given, **settled}, topology, transformer_engine=te, vocab_size=vocab_size),
     ]
 
@@ -91,7 +110,10 @@ def given_problems(given: Fields, settled: Fields, known: Collection[str]) -> It
         known: the fields that this release's TransformerConfig has.
     """
     for name, value in given.items():
-        if name not in known:
+        if name in _BY_TRAINER and value not in (None, False):
+            remedy = f"leave {name} out of config, and use Trainer(precision=...)"
+            yield Problem(f"{name}={value!r} in config", "a precision that the trainer decides, not the config", remedy)
+        elif name not in known:
             near = difflib.get_close_matches(name, known, 1)
             remedy = f"did you mean {near[0]}?" if near else "leave it out, or give an argument of MegatronGPT"
             yield Problem(f"{name}={value!r} in config", f"no field of Megatron-Core {compat.release()}", remedy)
@@ -124,11 +146,30 @@ def backend_problems(backend: str, *, on_gpu: bool) -> Iterator[Problem]:
         yield from compat.release_problems(transformer_engine=True)
 
 
-def position_problems(kind: str) -> Iterator[Problem]:
-    """What stands against a ``position_embedding_type``."""
-    if kind not in _POSITIONS:
+def position_problems(kind: str, config: Any = None) -> Iterator[Problem]:
+    """What stands against a ``position_embedding_type``.
+
+    Args:
+        kind: the type.
+        config: of a model of the user's own, which may have the attributes that ``yarn`` needs.
+    """
+    lacking = [name for name in _YARN if not hasattr(config, name)]
+    if kind == "yarn" and lacking:
+        found = f"a TransformerConfig without {', '.join(lacking)}, which Megatron-Core's GPTModel reads for it"
+        yield Problem("position_embedding_type='yarn'", found, "use 'rope', with rope_scaling (Llama 3's) if need be")
+    elif kind not in (*_POSITIONS, "yarn"):
         found = "three positions a token, where samples have one" if kind == "mrope" else "an unknown value"
         yield Problem(f"position_embedding_type={kind!r}", found, f"use one of {list(_POSITIONS)}")
+
+
+def _length_problems(kind: str, longest: int | None) -> Iterator[Problem]:
+    """What is wrong with a longest sample: learned positions are a table with a row for each of its tokens."""
+    if longest is None and kind == "learned_absolute":
+        remedy = "give the tokens of the longest sample as max_sequence_length"
+        yield Problem("position_embedding_type='learned_absolute'", "no max_sequence_length", remedy)
+    elif longest is not None and (not isinstance(longest, int) or isinstance(longest, bool) or longest < 1):
+        remedy = "give the tokens of the longest sample"
+        yield Problem(f"max_sequence_length={longest!r}", "not a positive whole number", remedy)
 
 
 def _missing(fields: Fields) -> Iterator[Problem]:
@@ -190,7 +231,7 @@ def _no_multiple(field: str, value: int, name: str, size: int) -> Problem:
     smaller = next(n for n in range(size - 1, 0, -1) if value % n == 0)
     remedy = f"use a {field} that {size} divides ({-(-value // size) * size}, say), or {name}={smaller}"
     if field == "vocab_size":
-        remedy += f". {_IMPORTED_VOCABULARY.format(size)}"
+        remedy += f"; {_IMPORTED_VOCABULARY.format(size)}"
     return Problem(f"{field}={value} with {name}={size}", f"a {field} that {size} does not divide", remedy)
 
 

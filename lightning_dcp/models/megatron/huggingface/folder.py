@@ -104,11 +104,13 @@ class ShardWriter:
 
     Attributes:
         written: for each file the sizes of its tensors in bytes, by name.
+        files: this rank's files, those that were begun included.
     """
 
     def __init__(self, path: Path, rank: int, max_shard_bytes: int) -> None:
         self.path, self.rank, self.max_shard_bytes = path, rank, max_shard_bytes
         self.written: list[dict[str, int]] = []
+        self.files: list[Path] = []
         self._pending: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -123,33 +125,46 @@ class ShardWriter:
         from safetensors.torch import save_file
 
         if self._pending:
-            save_file(self._pending, self._hidden(len(self.written)), metadata={"format": "pt"})
+            self.files.append(self.path / f".part-{self.rank:05}-{len(self.written):05}.safetensors")
+            save_file(self._pending, self.files[-1], metadata={"format": "pt"})
             self.written.append({name: tensor.nbytes for name, tensor in self._pending.items()})
             self._pending = {}
 
-    def _hidden(self, number: int) -> Path:
-        return self.path / f".part-{self.rank:05}-{number:05}.safetensors"
+    def discard(self) -> None:
+        """Delete this rank's files, as far as they are there."""
+        for file in self.files:
+            file.unlink(missing_ok=True)
 
-    def publish(self, every: Sequence[Sequence[dict[str, int]]]) -> dict[str, Any] | None:
+    def publish(self, every: Sequence[Sequence[dict[str, int]]]) -> None:
         """Give this rank's files their names.
 
         Args:
             every: the ``written`` of all ranks, by rank.
-
-        Returns:
-            The index of all files; None for one file, which needs none.
         """
-        files = [(rank, number) for rank, written in enumerate(every) for number in range(len(written))]
-        names = {
-            file: f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else SINGLE
-            for i, file in enumerate(files, 1)
-        }
-        for number in range(len(self.written)):
-            self._hidden(number).rename(self.path / names[self.rank, number])
-        if len(files) == 1:
-            return None
-        sizes = {names[r, n]: every[r][n] for r, n in files}
-        return {
-            "metadata": {"total_size": sum(sum(tensors.values()) for tensors in sizes.values())},
-            "weight_map": {name: file for file, tensors in sizes.items() for name in sorted(tensors)},
-        }
+        names = _names(every)
+        for number, hidden in enumerate(self.files):
+            self.files[number] = hidden.rename(self.path / names[self.rank, number])
+
+
+def index_of(every: Sequence[Sequence[dict[str, int]]]) -> dict[str, Any] | None:
+    """The index of all files; None for one file, which needs none.
+
+    Args:
+        every: the ``written`` of all ranks' writers, by rank.
+    """
+    names = _names(every)
+    if len(names) == 1:
+        return None
+    sizes = {file: every[rank][number] for (rank, number), file in names.items()}
+    return {
+        "metadata": {"total_size": sum(sum(tensors.values()) for tensors in sizes.values())},
+        "weight_map": {name: file for file, tensors in sizes.items() for name in sorted(tensors)},
+    }
+
+
+def _names(every: Sequence[Sequence[dict[str, int]]]) -> dict[tuple[int, int], str]:
+    """The names of all files by rank and number."""
+    files = [(rank, number) for rank, written in enumerate(every) for number in range(len(written))]
+    if len(files) == 1:
+        return {files[0]: SINGLE}
+    return {file: f"model-{i:05}-of-{len(files):05}.safetensors" for i, file in enumerate(files, 1)}
