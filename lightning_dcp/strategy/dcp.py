@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ from lightning_dcp.loss.weighting import LossNormalization
 from lightning_dcp.models.megatron.alignment import agreed_alignment
 from lightning_dcp.models.megatron.checkpoint import ShardedCheckpoints
 from lightning_dcp.models.megatron.distributed_optimizer import DistributedOptimizer
+from lightning_dcp.models.megatron.dtypes import precision_problems
 from lightning_dcp.models.megatron.gradients import sync_parameters
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.clock import WaitClock
@@ -278,8 +280,18 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
             self._watchdog = Watchdog(store, self.global_rank, self.world_size)
             self._watchdog.start()
 
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: ranks that wait there for one that failed say which it was."""
+        with self._naming_failures():
+            yield
+
     def setup(self, trainer: Trainer) -> None:
         """Check the module, find its regions, and bring it and its optimizers to the device."""
+        with self._naming_failures():
+            self._set_up(trainer)
+
+    def _set_up(self, trainer: Trainer) -> None:
         self._regions = module_checks.check_module(self, self._module, trainer)
         raise_problems(checks.checkpoint_problems(self, sharded=self._sharded is not None))
         self._alignment = agreed_alignment(self._regions.adapters.values(), self.groups)
@@ -296,6 +308,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
+        raise_problems(precision_problems(self._module, self.precision_plugin.precision, self.root_device))
         self.model_to_device()
         sync_parameters(self._module, self.groups)  # what the DDP wrapper, which is not used here, would do
         module_checks.check_attention(self, trainer)

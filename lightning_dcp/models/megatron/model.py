@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lightning_dcp.errors import ConfigurationError, Problem, RegionError, raise_problems
 from lightning_dcp.models.megatron import compat
+from lightning_dcp.models.megatron.copying import copied
 from lightning_dcp.models.megatron.cpu import on_cpu
-from lightning_dcp.models.megatron.problems import position_problems
+from lightning_dcp.models.megatron.positions import position_problems
 from lightning_dcp.models.megatron.randomness import first_states
 from lightning_dcp.models.megatron.scope import Scope
 
@@ -111,6 +112,9 @@ class MegatronModel(nn.Module):
                 raise_problems(list(position_problems("yarn", error.obj)))
             raise
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MegatronModel:
+        return copied(self, memo)
+
     @property
     def config(self) -> Any:
         """The TransformerConfig of the chunks."""
@@ -171,8 +175,8 @@ class MegatronModel(nn.Module):
             _refuse_left_padding(attention_mask)
         if position_ids is None and input_ids is not None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        if labels is None:
-            options.setdefault("runtime_gather_output", True)  # logits of the whole vocabulary
+        # Logits of the whole vocabulary; losses are computed from parts of it, also in models that would gather it.
+        options.setdefault("runtime_gather_output", labels is None)
         with rotated_at(chunk, position_ids):
             return chunk(input_ids=input_ids, position_ids=position_ids, attention_mask=None, labels=labels, **options)
 
