@@ -1,5 +1,6 @@
 """Losses beyond next-token: value heads, distillation, temperatures of each sample; against one process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ from torch.nn import functional as F
 
 from lightning_dcp import MegatronModel
 from lightning_dcp.batch.labels import shifted_labels
-from lightning_dcp.models.megatron import put_scalar_head
+from lightning_dcp.models.megatron import ScalarHead, put_scalar_head
 from lightning_dcp.models.megatron.weights import load_whole_weights
-from tests.megatron import runs
-from tests.support.training import assert_same
+from tests.megatron import hf, runs
+from tests.support.training import assert_same, loader, trainer
 
 LENGTHS = (13, 5, 9, 3, 7, 11, 2, 6)
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -61,9 +62,9 @@ class Distilled(runs.SmallGPT):
         return torch.optim.SGD(self.model.parameters(), lr=self.lr)
 
 
-def job(make: type, strategy: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    limit = {"max_seqlen_per_dp_cp_rank": 16}
-    return runs.fit(runs.DENSE | config, LENGTHS, 4, limit | strategy, make=make)
+def job(make: type, strategy: dict[str, Any], config: dict[str, Any], tied: bool = False) -> dict[str, Any]:
+    limit, module = {"max_seqlen_per_dp_cp_rank": 16}, {"share_embeddings_and_output_weights": tied}
+    return runs.fit(runs.DENSE | config, LENGTHS, 4, limit | strategy, make=make, module=module)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,6 +75,62 @@ def test_losses_of_other_kinds_agree_with_one_process(ranks, make, layout):
     assert expected["losses"][0] != expected["losses"][1]
     for own in ranks.run(job, world, make, strategy, {}):
         assert_same(own, expected, 1e-9)
+
+
+@pytest.fixture(scope="module")
+def values(ranks):
+    return ranks.run(job, 1, Values, {}, {})[0]
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, {}), (2, PP)], ids=["one", "PP2"])
+def test_a_scalar_head_shares_no_weights_with_the_embedding(ranks, values, world, strategy):
+    """Whatever the model was made with: it is the model whose embedding and head were two weights from the first."""
+    assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= values["weights"].keys()
+    for own in ranks.run(job, world, Values, strategy, {}, True):
+        assert_same(own, values, 1e-9)
+
+
+class ImportedValues(hf.Imported):
+    """A Hugging Face model with a scalar head."""
+
+    def provider(self, *args: Any, **kwargs: Any) -> Any:
+        return put_scalar_head(super().provider(*args, **kwargs))
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for layer in self.model.modules():
+            if isinstance(layer, ScalarHead):
+                layer.weight.data.copy_(runs.made_up("head", layer.weight.shape))
+
+
+def values_of_transformers(root: Path) -> dict[str, Tensor]:
+    """Numbers ``[T]`` of the samples, by model: one with a head of its own in the folder, one with none."""
+    found = {}
+    for name in ("mistral", "qwen2"):
+        hf.make(name, root / name)
+        model = hf.read(root / name)
+        head = runs.made_up("head", (1, hf.SIZES["hidden_size"]))
+        with torch.no_grad(), hf.InDouble():
+            states = [model.model(input_ids=s["input_ids"][None], use_cache=False)[0][0] for s in hf.samples()]
+        found[name] = torch.cat(states) @ head[0]
+    return found
+
+
+def imported_values(root: Path, strategy: dict[str, Any]) -> dict[str, Tensor]:
+    return {
+        folder.name: trainer(strategy=strategy).predict(
+            ImportedValues.from_huggingface(folder), loader(hf.LENGTHS, len(hf.LENGTHS), "packed")
+        )[0]
+        for folder in sorted(root.iterdir())
+    }
+
+
+def test_a_value_model_starts_from_hugging_face_weights(ranks, tmp_path):
+    (right,) = ranks.run(values_of_transformers, 1, tmp_path)
+    for own in ranks.run(imported_values, 4, tmp_path, PP | SP):
+        assert own.keys() == right.keys()
+        for name in right:
+            torch.testing.assert_close(own[name].flatten(), right[name], rtol=1e-9, atol=1e-9)
 
 
 def test_a_teacher_in_the_same_module_agrees_with_one_process(ranks):

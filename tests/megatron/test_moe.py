@@ -1,7 +1,11 @@
 """Mixtures of experts: expert parallelism against one process."""
 
+from unittest.mock import patch
+
 import pytest
 
+from lightning_dcp import ConfigurationError, MegatronGPT
+from lightning_dcp.models.megatron import compat
 from tests.megatron import runs
 from tests.support.plans import GivenPlan
 from tests.support.training import assert_same
@@ -59,3 +63,28 @@ def test_experts_on_several_ranks_agree_with_one_process(ranks, whole, layout, r
     world, strategy, config = LAYOUTS[layout]
     for own in ranks.run(job, world, SMALL | config, world, strategy, reverse):
         assert_same(own, whole, 1e-9)
+
+
+def joined_job():
+    """Experts of Megatron-Core's legacy grouped layer, whose kernels need a GPU: it is made and not called."""
+    with patch("megatron.core.transformer.moe.grouped_gemm_util.assert_grouped_gemm_is_available"):
+        try:
+            runs.fit(SMALL | {"moe_grouped_gemm": True}, LENGTHS, len(LENGTHS), {}, make=MegatronModule)
+        except ConfigurationError as error:
+            return str(error)
+
+
+class MegatronModule(runs.SmallGPT):
+    """Its weights are what Megatron-Core draws."""
+
+    def configure_model(self):
+        MegatronGPT.configure_model(self)
+
+
+@pytest.mark.skipif(
+    compat.find("megatron.core.transformer.moe.experts.GroupedMLP") is None, reason="a release without it"
+)
+def test_experts_in_one_parameter_are_refused_at_set_up(ranks):
+    (told,) = ranks.run(joined_job, 1)
+    assert "(GroupedMLP) and 1 more" in told
+    assert "moe_grouped_gemm=False" in told

@@ -288,3 +288,41 @@ def whole_biases(ranks):
     whole, biases = ranks.run(layout_job, 1, {}, STATIC, 1, make=runs.SmallGPT)[0]
     assert len({tuple(bias.tolist()) for bias in biases.values()}) == 2
     return whole, biases
+
+
+class Counted(runs.SmallGPT):
+    """Before it trains, counts the tokens of many calls; Lightning has put the model into its dtype by then, once more."""
+
+    def on_fit_start(self):
+        self.biases = [router.expert_bias.add_(0.1234567).clone() for router in routers_of(self.model)]
+        self.model.to(torch.bfloat16)
+
+    def on_train_start(self):
+        routers, counts = list(routers_of(self.model)), []
+        hooks = [r.register_forward_hook(lambda *call: counts.append(call[2][1].sum(0))) for r in routers]
+        self.model.train()
+        for _ in range(9):
+            (0 * self.model(input_ids=torch.arange(101)[None] % 17)).sum().backward()
+        for hook in hooks:
+            hook.remove()
+        by_hand = torch.stack(counts).view(9, len(routers), -1).sum(0)
+        self.counted = [r.local_tokens_per_expert.clone() for r in routers], by_hand
+        self.kept = [router.expert_bias.clone() for router in routers]
+        for router in routers:
+            router.local_tokens_per_expert.zero_()
+        self.model.zero_grad()
+
+
+def counted_job():
+    config = BIASED | {"moe_router_dtype": "fp32"}
+    module = train(config, STATIC, 1, make=Counted, precision="bf16-true")[1]
+    return module.counted, module.biases, module.kept
+
+
+def test_counts_and_biases_stay_in_float32_in_a_model_of_bfloat16(ranks):
+    (counted, by_hand), biases, kept = ranks.run(counted_job, 1)[0]
+    assert by_hand.sum() == 9 * 101 * 2 * len(counted)
+    assert bool((by_hand % 2).any())
+    assert int(by_hand.max()) > 512
+    assert torch.equal(torch.stack(counted).long(), by_hand)
+    assert all(map(torch.equal, kept, biases))

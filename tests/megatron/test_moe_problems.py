@@ -28,6 +28,7 @@ WRONG = {
     "divides the number of experts": {"expert_model_parallel_size": 3},
     "sequence_parallel=False": {"sequence_parallel": False},
     "moe_token_dispatcher_type='allgather'": {"moe_token_dispatcher_type": "allgather"},
+    "moe_token_dispatcher_type='flex'": {"moe_token_dispatcher_type": "flex"},
     "overlap_moe_expert_parallel_comm=True": {"overlap_moe_expert_parallel_comm": True},
 }
 
@@ -46,5 +47,14 @@ def test_all_problems_come_at_once_and_none_without_experts():
     fields = {name: value for wrong in WRONG.values() for name, value in wrong.items()}
     assert len(problems(**fields)) >= 8
     assert problems() == []
-    assert problems(moe_token_dispatcher_type="allgather", expert_model_parallel_size=1) == []
+    alone = {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 1}
+    assert problems(**alone) == problems(**alone, expert_tensor_parallel_size=1) == []
     assert problems(**fields | {"num_moe_experts": None}) == []
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_gathering_dispatchers_keep_to_one_tensor_parallel_group(size):
+    """Experts that are split over more ranks than a pack's tokens would gather unequal numbers of them."""
+    fields = {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 1}
+    (problem,) = problems(**fields, expert_tensor_parallel_size=size)
+    assert f"expert_tensor_parallel_size={size} with tensor_model_parallel_size=2" in problem.found

@@ -286,6 +286,79 @@ def test_a_call_that_runs_again_does_what_it_did_whatever_the_mode_is():
     assert torch.equal(routed_by(layer, alive, other), other[:, 0])
 
 
+def layered(count):
+    """Routers of several layers of one model."""
+    numbers = tuple(range(1, count + 1))
+    replay = ModelReplay(MoELayers(numbers, numbers, count, EXPERTS, 1), RouteStore(numbers), TokenPart())
+    scope = Scope()
+    return replay, [LayerReplay(replay, index, scope) for index in range(count)]
+
+
+def test_a_second_recorded_call_leaves_the_first_as_it_was():
+    """Also when the first records again, in its backward, after the second."""
+    batch = view(PackedBatch({"input_ids": torch.arange(8)[None]}, torch.tensor([0, 3, 8])))
+    replay, layers = layered(2)
+    replay.begin(batch, Mode.RECORD, None)
+    first, second = scope_of((3, 5), 1, 0), scope_of((3, 5), 1, 0)
+    own = alternating(first.context, 8)
+    for scope, shift in ((first, 0), (second, 1)):
+        for layer in layers:
+            routed_by(layer, scope, (own + shift) % EXPERTS)
+    assert torch.equal(replay.call(first).recorded([0, 1])[:, 0], own)
+    routed_by(layers[0], first, (own + 2) % EXPERTS)
+    replay.mode = Mode.REPLAY
+    replayed = scope_of((3, 5), 1, 0)
+    assert all(torch.equal(routed_by(layer, replayed), (own[:, 0] + 1) % EXPERTS) for layer in layers)
+
+
+def test_chunks_of_a_virtual_pipeline_are_recorded_together():
+    """A pack that runs twice, to fill a round, goes through a chunk twice before the next begins."""
+    batch = view(PackedBatch({"input_ids": torch.arange(8)[None]}, torch.tensor([0, 3, 8])))
+    replay, layers = layered(2)
+    replay.begin(batch, Mode.RECORD, None)
+    own = alternating(scope_of((3, 5), 1, 0).context, 8)
+    for layer, experts in ((0, own), (0, own), (1, 3 - own), (1, 3 - own)):
+        routed_by(layers[layer], scope_of((3, 5), 1, 0), experts)
+    replay.keep(lambda pieces: [pieces])
+    assert torch.equal(replay.store.packed(batch, (0, 1))[..., 0], torch.cat([own, 3 - own], 1).to(torch.int8))
+
+
+class Compared(Policy):
+    """Calls the model on the batch, on equal tokens, and on others of the same lengths."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.refused = []
+
+    def training_step(self, batch, batch_idx):
+        ids = batch["input_ids"]
+        for tokens in (ids, ids.clone(), (ids + 1) % 17):
+            try:
+                with torch.no_grad():
+                    self.model(input_ids=tokens)
+                self.refused.append(None)
+            except RegionError as error:
+                self.refused.append(str(error))
+        with self.replay.live():
+            return self.model(input_ids=(ids + 1) % 17).sum()
+
+
+def compared_job(fmt, world=2):
+    replay = RouterReplay(field="routed_experts")
+    model = Compared(CONFIG, replay)
+    run("fit", model, replay, {}, world, 0, fmt)
+    return model.refused
+
+
+@pytest.mark.parametrize("fmt", ["packed", "padded", "jagged"])
+def test_routes_are_not_for_other_tokens_of_the_same_lengths(ranks, fmt):
+    for refused in ranks.run(compared_job, 2, fmt):
+        assert refused
+        for same, equal, other in zip(*(refused[i::3] for i in range(3)), strict=True):
+            assert same is equal is None
+            assert "other sequences than the batch's samples" in other
+
+
 def test_routes_of_other_tokens_are_refused():
     def packed(tokens, ids):
         return view(PackedBatch({"input_ids": torch.tensor([tokens])}, torch.tensor([0, len(tokens)]), ids))

@@ -92,6 +92,9 @@ def _findings(layer: nn.Module) -> Iterator[Finding]:
     elif isinstance(layer, compat.find(_ROUTER)) and not hasattr(layer, "scope"):
         yield type(layer).__name__, "a router whose statistics would depend on how a batch is cut into packs", _OURS
 
+    elif hasattr(layer, "num_local_experts") and {"weight1", "weight2"} <= layer._parameters.keys():
+        found = "all experts of a rank in one parameter, which no single expert can be saved from"
+        yield type(layer).__name__, found, "use moe_grouped_gemm=False, or backend='transformer_engine'"
 
 def _attention_findings(layer: Any) -> Iterator[Finding]:
     kind, core = type(layer).__name__, layer.core_attention

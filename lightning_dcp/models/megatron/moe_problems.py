@@ -79,16 +79,30 @@ def _layout_problems(config: Any, experts: int) -> Iterator[Problem]:
             "sequence_parallel=False, with which Megatron-Core trains no mixture of experts",
             "DCPStrategy(sequence_parallel=True), or tensor_model_parallel_size=1",
         )
-    if _field(config, "moe_token_dispatcher_type") == "allgather" and expert_parallel > 1:
-        yield Problem(
-            "moe_token_dispatcher_type='allgather'",
-            f"expert_model_parallel_size={expert_parallel}: it gathers as many tokens from each rank as this one has, and "
-            "packs have unequal numbers",
-            "moe_token_dispatcher_type='alltoall'",
-        )
+    yield from _dispatcher_problems(config, expert_parallel, tensor_parallel)
     if _field(config, "overlap_moe_expert_parallel_comm"):
         yield Problem(
             "overlap_moe_expert_parallel_comm=True",
             "it cuts the model's call into pieces of two micro-batches, and training_step runs as a whole",
             "overlap_moe_expert_parallel_comm=False",
+        )
+
+
+def _dispatcher_problems(config: Any, expert_parallel: int, tensor_parallel: int) -> Iterator[Problem]:
+    kind = _field(config, "moe_token_dispatcher_type")
+    expert_tensor = _field(config, "expert_tensor_parallel_size") or tensor_parallel
+    if kind == "allgather" and (expert_parallel > 1 or tensor_parallel % expert_tensor):
+        yield Problem(
+            "moe_token_dispatcher_type='allgather'",
+            f"expert_model_parallel_size={expert_parallel} and expert_tensor_parallel_size={expert_tensor} with "
+            f"tensor_model_parallel_size={tensor_parallel}: it gathers as many tokens from each rank as this one has, and "
+            "ranks with other packs have other numbers",
+            "moe_token_dispatcher_type='alltoall'",
+        )
+    if kind == "flex":
+        yield Problem(
+            "moe_token_dispatcher_type='flex'",
+            "packs of unequal numbers of tokens: its HybridEP back end has buffers for as many as the first call had, and "
+            "none of its back ends is tested with packs",
+            "moe_token_dispatcher_type='alltoall'",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -12,6 +13,9 @@ from lightning_dcp.errors import RegionError
 from lightning_dcp.models.megatron import moe_auxiliary as auxiliary
 from lightning_dcp.models.megatron.moe_rows import RouterRows, rows_of
 from lightning_dcp.models.megatron.scope import Scope
+
+_IN_FLOAT32 = ("local_tokens_per_expert", "expert_bias")
+"""A router's buffers."""
 
 
 @cache
@@ -58,6 +62,19 @@ def context_parallel_router() -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.auxiliary: dict[str, Tensor] = {}
+
+        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+            """Leave counts and biases in float32 when the model is put into another dtype: bfloat16 counts to 256.
+
+            Megatron-Core's router brings back the biases' dtype at its next call, but not what rounding took.
+            """
+            before = {name: self._buffers.get(name) for name in _IN_FLOAT32}
+            super()._apply(fn, recurse)
+            for name, own in before.items():
+                moved = self._buffers.get(name)
+                if own is not None and moved is not None and moved.dtype != torch.float32:
+                    self._buffers[name] = moved.float() if own.is_meta else own.to(moved.device, torch.float32)
+            return self
 
         def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
             """Weights and choice of experts, ``[T * B, experts]`` each, for logits ``[T, B, experts]``.

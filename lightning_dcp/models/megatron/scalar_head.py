@@ -37,12 +37,28 @@ class ScalarHead(nn.Linear):
 def put_scalar_head(model: Any) -> Any:
     """Give a GPT model a :class:`ScalarHead`; for providers: ``return put_scalar_head(GPTModel(...))``.
 
+    The embedding shares its weights with the head no longer, where it did: to be called for every chunk, those before the
+    last stage too.
+
     Args:
-        model: a GPTModel, or a chunk of one; before the last stage nothing is changed.
+        model: a GPTModel, or a chunk of one.
 
     Returns:
         The same model; called without labels it gives ``[B, T, 1]``.
     """
+    _untie(model)
     if model.post_process:
         model.output_layer = ScalarHead(model.config)
     return model
+
+
+def _untie(model: Any) -> None:
+    """Undo what ``setup_embeddings_and_output_layer`` did for a head of the embedding's weights.
+
+    Else ``finalize_model_grads`` would add the head's gradient to the embedding's, over the first and the last stage.
+    """
+    model.share_embeddings_and_output_weights = False
+    for parameter in model.parameters():
+        for mark in ("shared_embedding", "zero_out_wgrad"):
+            if hasattr(parameter, mark):
+                delattr(parameter, mark)

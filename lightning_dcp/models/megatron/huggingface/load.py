@@ -15,6 +15,7 @@ from lightning_dcp.models.megatron.huggingface.families import Family
 from lightning_dcp.models.megatron.huggingface.folder import WeightFolder
 from lightning_dcp.models.megatron.huggingface.names import Source, source_of
 from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.models.megatron.scalar_head import ScalarHead
 from lightning_dcp.models.megatron.weights import Weight, weights_of
 
 _SHOWN = 5
@@ -28,7 +29,8 @@ def load_huggingface(model: MegatronModel, path: str | Path) -> None:
     """Set this rank's weights from a Hugging Face folder. Collective over the world.
 
     Each rank reads the tensors of its own layers and experts, and of these its tensor-parallel part alone. Values are
-    rounded to the model's dtype.
+    rounded to the model's dtype. A :class:`~lightning_dcp.models.megatron.ScalarHead` keeps the values that it has, as the
+    folder's head is one of the vocabulary.
 
     Args:
         model: the model, on any layout.
@@ -41,10 +43,13 @@ def load_huggingface(model: MegatronModel, path: str | Path) -> None:
     family = read_config(path).family
     problems: list[Problem] = []
     used: set[str] = set()
+    kept = {id(layer.weight) for layer in model.modules() if isinstance(layer, ScalarHead)}
     with WeightFolder(path) as folder:
         for weight in weights_of(model):
             source = source_of(weight.name, family)
             used.update(source.names if source else ())
+            if id(weight.parameter) in kept:
+                continue
             found = list(_problems(model, folder, weight, source, family))
             problems += found
             if source is not None and not found:

@@ -104,9 +104,12 @@ class CallRoutes:
         self._routes = dict(before._routes)  # what is recorded later belongs to calls that begin later
 
     def join(self, before: CallRoutes) -> None:
-        """Record beside what another call has recorded of the same tokens: a virtual pipeline calls chunk after chunk."""
+        """Start from what another call has recorded of the same tokens: a virtual pipeline calls chunk after chunk.
+
+        What that call has recorded stays as it is, and what it records again, in its backward, is not this one's.
+        """
         if torch.equal(self.positions, before.positions):
-            self._routes = before._routes
+            self._routes = dict(before._routes)
 
     def routes(self, layer: int, rows: int) -> Tensor:
         """The experts ``[n, topk]`` of a layer, those of the tokens at :attr:`places`.
