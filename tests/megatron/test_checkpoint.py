@@ -21,6 +21,9 @@ from tests.megatron.runs import DENSE, MOE, VOCABULARY, SmallGPT
 from tests.support.training import Recorder, TinyModule, loader, trainer
 
 LENGTHS = (13, 5, 9, 3, 7, 11, 4, 6, 12, 8, 5, 10)
+TIED = {"share_embeddings_and_output_weights": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
 
 
@@ -70,12 +73,13 @@ def train(
     resume: str | None = None,
     seed: int = 0,
     every: int = 3,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     seed += 100 * int(os.environ["RANK"])
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-    watch, module = Watch(), Trained(config)
+    watch, module = Watch(), Trained(config, **(options or {}))
     saving = ModelCheckpoint(directory, every_n_train_steps=every, save_top_k=-1, filename="{step}")
     run = trainer(
         strategy={"max_seqlen_per_dp_cp_rank": 16, **strategy},
@@ -180,6 +184,24 @@ def test_experts_move_to_other_ranks(ranks: Any, tmp_path: Path, world: int, str
     straight = ranks.run(straight_mixture, 2, str(tmp_path / "a"))[0]
     path = str(tmp_path / "a/step=2.ckpt")
     for own in ranks.run(train, world, str(tmp_path / "b"), 4, strategy, MOE, path, every=2):
+        assert_goes_on(own, straight, 2)
+
+
+def straight_tied(directory: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    return train(directory, 4, strategy, every=2, options=TIED)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, PP2), (1, {})), pytest.param((1, {}), (2, VPP2), marks=pytest.mark.slow)],
+    ids=["PP2 to one rank", "one rank to VPP2xPP2"],
+)
+def test_an_embedding_that_two_stages_hold_is_one_weight(ranks: Any, tmp_path: Path, before: Any, after: Any) -> None:
+    straight = ranks.run(straight_tied, before[0], str(tmp_path / "a"), before[1])[0]
+    path = tmp_path / "a/step=2.ckpt"
+    embeddings = [key for key in stored(path) if "word_embeddings" in key or "output_layer" in key]
+    assert len(embeddings) == 3  # the weight and its two moments
+    for own in ranks.run(train, after[0], str(tmp_path / "b"), 4, after[1], resume=str(path), every=2, options=TIED):
         assert_goes_on(own, straight, 2)
 
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dcp.models.megatron.checkpoint.optimizers import MASTER
+from lightning_dcp.models.megatron.checkpoint.weights import parameters_of
 from lightning_dcp.models.megatron.distributed_optimizer import DistributedOptimizer
 from lightning_dcp.models.megatron.gradients import is_expert
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_MASTER = "master"
-"""Name in the state of a bfloat16 weight in float32."""
 
 
 class WholeState:
@@ -30,7 +30,10 @@ class WholeState:
     Attributes:
         param_groups: the user's.
         state: by weight, as AdamW's, ``master`` besides for weights in bfloat16; filled by :meth:`gather`.
+        keeps_master: True; optimizers of torch's know no ``master``, and get none from a checkpoint.
     """
+
+    keeps_master = True
 
     def __init__(self, own: DistributedOptimizer) -> None:
         self._own = own
@@ -43,16 +46,28 @@ class WholeState:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Put the states together. Collective over the plane; each rank has those of all weights that it holds, on the CPU."""
+        """Put the states together, on the CPU. Collective over the plane.
+
+        A rank keeps those of the weights that it speaks of in a checkpoint, so that the ranks of a node do not each hold all.
+        """
         own = self._own
         if not own.steps:
             return
-        shares = {id(weight): (share, part) for weight, share, part in own.shards()}
+        shares, spoken = {id(weight): (share, part) for weight, share, part in own.shards()}, self._spoken()
         for weight in self._held():
-            keys = _MOMENTS if weight.dtype == torch.float32 else (*_MOMENTS, _MASTER)
+            keys = _MOMENTS if weight.dtype == torch.float32 else (*_MOMENTS, MASTER)
             pieces, span = _pieces(weight, *shares[id(weight)]) if id(weight) in shares else ({}, slice(0))
-            state: dict[str, Any] = {key: self._whole(weight, pieces.get(key), span) for key in keys}
-            self.state[weight] = state | {"step": torch.tensor(float(own.steps))}
+            for key in keys:
+                whole = self._whole(weight, pieces.get(key), span)
+                if id(weight) in spoken:
+                    self.state.setdefault(weight, {"step": torch.tensor(float(own.steps))})[key] = whole.cpu()
+
+    def _spoken(self) -> set[int]:
+        """The ``id`` of each weight whose state this rank writes."""
+        from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+        every = (entry for model in self._own.models for entry in parameters_of(model, ""))
+        return {id(weight) for weight, entry in every if is_main_replica(entry.sharded.replica_id)}
 
     def _held(self) -> list[nn.Parameter]:
         every = (p for group in self.param_groups for p in group["params"])
@@ -64,7 +79,7 @@ class WholeState:
             whole[span] = piece
         groups = self._own.groups
         dist.all_reduce(whole, group=groups.expert_data if is_expert(weight) else groups.plane)
-        return whole.view(weight.shape).cpu()
+        return whole.view(weight.shape)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -85,7 +100,7 @@ class WholeState:
             for number, share in enumerate(shares):
                 weight, _ = weights[id(share)]
                 if id(weight) in held:
-                    dealt[number] = _share_of(held[id(weight)], share, _span(part, weight))
+                    dealt[number] = _share_of(held[id(weight)], weight, share, _span(part, weight))
             groups = part.optimizer.state_dict()["param_groups"]
             part.optimizer.load_state_dict({"state": dealt, "param_groups": groups})
         own.steps = max((int(saved["step"]) for saved in held.values()), default=0)
@@ -100,11 +115,11 @@ def _span(part: Any, weight: nn.Parameter) -> slice:
 def _pieces(weight: nn.Parameter, share: Tensor, part: Any) -> tuple[dict[str, Tensor], slice]:
     """This rank's share of a weight's state, and where it lies."""
     state = part.optimizer.state[share]
-    return {_MASTER: share} | {key: state[key] for key in _MOMENTS}, _span(part, weight)
+    return {MASTER: share} | {key: state[key] for key in _MOMENTS}, _span(part, weight)
 
 
-def _share_of(saved: Mapping[str, Any], share: Tensor, span: slice) -> dict[str, Any]:
+def _share_of(saved: Mapping[str, Any], weight: nn.Parameter, share: Tensor, span: slice) -> dict[str, Any]:
     pieces = {key: saved[key].flatten()[span].to(share.device) for key in _MOMENTS}
-    if _MASTER in saved and share.dtype == torch.float32:
-        share.copy_(saved[_MASTER].flatten()[span])
+    if MASTER in saved and weight.dtype != torch.float32:  # else the share is a view of the weight itself
+        share.copy_(saved[MASTER].flatten()[span])
     return pieces | {"step": saved["step"]}

@@ -16,6 +16,9 @@ from lightning_dcp.models.megatron.checkpoint.weights import NamedParameter, Sha
 PREFIX = "optimizer"
 """Of the keys of optimizer states; the number of the optimizer and the state's name follow, then the weight's key."""
 
+MASTER = "master"
+"""A weight in float32, in the state of an optimizer that trains one of less precision; of those only that keep one."""
+
 Catalog = dict[str, dict[str, Any]]
 """Of each weight with a state: ``values``, single values by name, and ``tensors``, the dtypes of sharded ones by name."""
 
@@ -79,10 +82,10 @@ def joined(catalogs: list[Catalog], control: dist.ProcessGroup) -> list[Catalog]
 
 
 def wanted_state(optimizer: Optimizer, number: int, catalog: Catalog, named: Mapping[int, NamedParameter]) -> Sharded:
-    """Empty sharded tensors for what a checkpoint holds of one optimizer's states on this rank.
+    """Empty sharded tensors, on the CPU, for what a checkpoint holds of one optimizer's states on this rank.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer; one that keeps weights in float32 says so by ``keeps_master``.
         number: its place among the run's.
         catalog: of all ranks that wrote the checkpoint.
         named: the module's parameters, by ``id``.
@@ -91,8 +94,8 @@ def wanted_state(optimizer: Optimizer, number: int, catalog: Catalog, named: Map
 
     sharded: Sharded = {}
     for parameter, own in _parameters(optimizer, named, number):
-        for key, dtype in catalog.get(own.name, {}).get("tensors", {}).items():
-            empty = torch.empty_like(parameter, dtype=getattr(torch, dtype.removeprefix("torch.")), requires_grad=False)
+        for key, dtype in _kept_tensors(optimizer, parameter, catalog.get(own.name, {})).items():
+            empty = torch.empty(parameter.shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
             sharded[f"{number}/{key}/{own.name}"] = make_sharded_optimizer_tensor(
                 own.sharded, empty, prefix=f"{PREFIX}.{number}.{key}"
             )
@@ -125,10 +128,11 @@ def load_state(
             "resume with the configure_optimizers that the checkpoint was written with"
         )
     state = {}
-    for index, (_, own) in enumerate(_parameters(optimizer, named, number)):
+    for index, (parameter, own) in enumerate(_parameters(optimizer, named, number)):
         entry = saved["parameters"].get(own.name)
         if entry is not None:
-            state[index] = _copied(entry["values"]) | {k: tensors[f"{number}/{k}/{own.name}"] for k in entry["tensors"]}
+            kept = _kept_tensors(optimizer, parameter, entry)
+            state[index] = _copied(entry["values"]) | {k: tensors[f"{number}/{k}/{own.name}"] for k in kept}
     merged = [
         loaded | {k: group[k] for k in ("params", "param_names") if k in group}
         for loaded, group in zip(saved["param_groups"], groups, strict=True)
@@ -147,6 +151,16 @@ def _parameters(
                     "its layer's sharded_state_dict leaves out: a sharded checkpoint names states by weights of the module"
                 )
             yield parameter, named[id(parameter)]
+
+
+def _kept_tensors(optimizer: Optimizer, parameter: Tensor, entry: Mapping[str, Any]) -> dict[str, str]:
+    """The dtypes of the tensors that an optimizer takes of a weight's entry in a catalog.
+
+    One of torch's would carry a weight in float32 through its steps as it is, into checkpoints, and to an optimizer that goes
+    on from there.
+    """
+    wanted = getattr(optimizer, "keeps_master", False) and parameter.dtype != torch.float32
+    return {key: dtype for key, dtype in entry.get("tensors", {}).items() if wanted or key != MASTER}
 
 
 def _is_sharded(key: str, value: Any, parameter: Tensor, name: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,17 @@ from torch.optim import Optimizer
 from lightning_dcp.errors import CheckpointError
 from lightning_dcp.models.megatron.checkpoint import streams
 from lightning_dcp.models.megatron.checkpoint.directory import REST, is_sharded, local_path, remove, unfinished
+from lightning_dcp.models.megatron.checkpoint.first_rank import on_first_rank
 from lightning_dcp.models.megatron.checkpoint.optimizers import joined, load_state, sharded_state, wanted_state
 from lightning_dcp.models.megatron.checkpoint.reader import checked, read
 from lightning_dcp.models.megatron.checkpoint.weights import (
     Sharded,
     load_outside_state,
-    models_of,
     named_parameters,
     sharded_chunks,
 )
 from lightning_dcp.models.megatron.checkpoint.writer import BackgroundWrite, begin_on_all_ranks, planned_write
+from lightning_dcp.models.megatron.model import megatron_models
 from lightning_dcp.parallel.groups import ParallelGroups
 
 _PATH, _STATES = "sharded_checkpoint", "random_states"
@@ -44,12 +47,14 @@ class ShardedCheckpoints:
     Args:
         groups: the run's process groups.
         device: the run's device.
+        timeout: how long ranks wait for others while a checkpoint is written in the background; torch's default if None.
     """
 
-    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
-        self._groups, self._device = groups, device
+    def __init__(self, groups: ParallelGroups, device: torch.device, *, timeout: timedelta | None = None) -> None:
+        self._groups, self._device, self._timeout = groups, device, timeout
         self._background: dist.ProcessGroup | None = None
         self._pending: BackgroundWrite | None = None
+        self._outdated: list[Path] = []
         self._random: streams.States | None = None
 
     def save(
@@ -74,13 +79,14 @@ class ShardedCheckpoints:
             in_background: copy the shards, and let a thread write them.
 
         Raises:
-            CheckpointError: a directory that ranks do not share, or an optimizer state that cannot be sharded.
+            CheckpointError: a directory that ranks do not share or rank 0 cannot write to, or an optimizer state that cannot
+                be sharded; and what :meth:`finish` raises.
         """
         self.finish()
         target = self._agreed(path)
         sharded: Sharded = {
             f"{name}/{number}": chunk
-            for name, model in models_of(module).items()
+            for name, model in megatron_models(module).items()
             for number, chunk in enumerate(sharded_chunks(model, name))
         }
         if "optimizer_states" in rest:
@@ -88,31 +94,31 @@ class ShardedCheckpoints:
             entries = zip(rest["optimizer_states"], joined(catalogs, self._groups.control), strict=True)
             rest["optimizer_states"] = [{**state, "parameters": catalog} for state, catalog in entries]
             rest[_STATES] = streams.gathered(streams.random_states(self._device), self._groups.control)
-        self._begin(target)
-        if dist.get_rank() == 0:
-            write_rest(rest, unfinished(target) / REST)
+        begin_on_all_ranks(target, self._groups.control)
+        write_file = partial(write_rest, rest, unfinished(target) / REST)
+        on_first_rank(write_file, f"the checkpoint {target} could not be written", self._groups.control)
         group = self._background_group() if in_background else self._groups.control
         write = planned_write(sharded, target, group, self._device, snapshot=in_background)
         if in_background:
             self._pending = BackgroundWrite(target, write)
         else:
             write()
-            dist.barrier(group=self._groups.control)  # rank 0 has given the checkpoint its name
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way.
+        """Wait for the checkpoint under way; then those go that :meth:`remove` was to delete meanwhile.
 
         Raises:
-            Exception: it could not be written.
+            CheckpointError: it could not be written, and the others have stayed; or they could not be deleted.
         """
-        pending, self._pending = self._pending, None
+        pending, outdated = self._taken()
         if pending is not None:
             pending.wait()
-            dist.barrier(group=self._groups.control)
+            for path in outdated:
+                self._remove(path)
 
     def give_up(self) -> None:
         """Before the end of a run that failed: give a checkpoint under way some time, as other ranks may still write."""
-        pending, self._pending = self._pending, None
+        pending, outdated = self._taken()
         if pending is None:
             return
         try:
@@ -122,14 +128,22 @@ class ShardedCheckpoints:
             return
         if not written:
             warnings.warn(f"the checkpoint {pending.path} was not finished", stacklevel=2)
+        elif dist.get_rank() == 0:
+            for path in outdated:
+                remove(path)
 
     def remove(self, path: str | Path) -> None:
-        """Delete a checkpoint."""
+        """Delete a checkpoint; while another is written, once that is complete: it may be the last that can be read.
+
+        Raises:
+            CheckpointError: rank 0 cannot.
+        """
         target = self._agreed(path)
-        if self._pending is not None and self._pending.path == target:
-            self.finish()
-        if dist.get_rank() == 0:
-            remove(target)
+        if self._pending is not None and self._pending.path != target:
+            self._outdated.append(target)
+            return
+        self.finish()
+        self._remove(target)
 
     def load(self, path: str | Path, read_rest: Callable[[Path], dict[str, Any]], *, resume: bool) -> dict[str, Any]:
         """Read what is not in shards; it is to be handed to the other methods.
@@ -165,7 +179,7 @@ class ShardedCheckpoints:
         path = Path(rest[_PATH])
         chunks = [
             (chunk, sharded)
-            for name, model in models_of(module).items()
+            for name, model in megatron_models(module).items()
             for chunk, sharded in zip(model.chunks, sharded_chunks(model, name), strict=True)
         ]
         found = checked([sharded for _, sharded in chunks], path, self._groups.control, strict=strict)
@@ -210,17 +224,16 @@ class ShardedCheckpoints:
         dist.broadcast_object_list(paths, 0, group=self._groups.control)
         return Path(paths[0])
 
-    def _begin(self, target: Path) -> None:
-        seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, begin_on_all_ranks(target, self._groups.control), self._groups.control)
-        blind = [rank for rank, sees in enumerate(seen) if not sees]
-        if blind:
-            raise CheckpointError(
-                f"asked: a sharded checkpoint at {target}; found: rank(s) {blind} do not see a directory that rank 0 has made "
-                "there; do: give a path on a file system that all nodes share"
-            )
+    def _remove(self, target: Path) -> None:
+        on_first_rank(partial(remove, target), f"the checkpoint {target} could not be deleted", self._groups.control)
+
+    def _taken(self) -> tuple[BackgroundWrite | None, list[Path]]:
+        """The checkpoint under way, and those that go once it is complete; nothing is left of them here."""
+        taken = self._pending, self._outdated
+        self._pending, self._outdated = None, []
+        return taken
 
     def _background_group(self) -> dist.ProcessGroup:
         if self._background is None:
-            self._background = dist.new_group(list(self._groups.world_ranks), backend="gloo")
+            self._background = dist.new_group(list(self._groups.world_ranks), self._timeout, "gloo")
         return self._background

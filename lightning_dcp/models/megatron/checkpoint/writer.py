@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter, save
 
+from lightning_dcp.errors import CheckpointError
 from lightning_dcp.models.megatron.checkpoint.directory import begin, commit, unfinished
+from lightning_dcp.models.megatron.checkpoint.first_rank import on_first_rank
 from lightning_dcp.models.megatron.checkpoint.text import naming_failures
 from lightning_dcp.models.megatron.checkpoint.weights import Sharded
 from lightning_dcp.models.megatron.cpu import on_cpu
@@ -33,22 +35,25 @@ def planned_write(
 
     Returns:
         Writes the shards and, once all ranks have, gives the checkpoint its name. Raises CheckpointError on all ranks if one
-        cannot write.
+        cannot.
     """
     from megatron.core import dist_checkpointing
 
     strategy = _torch_writer()(group, snapshot)
     with on_cpu(device):
         request: Any = dist_checkpointing.save(sharded, str(unfinished(path)), strategy, async_sharded_save=True)
-    return partial(_write_and_commit, request.async_fn, path)
+    return partial(_write_and_commit, request.async_fn, path, group)
 
 
-def _write_and_commit(write: Callable[[], None], path: Path) -> None:
+def _write_and_commit(write: Callable[[], None], path: Path, group: dist.ProcessGroup) -> None:
     with naming_failures(f"the checkpoint {path} could not be written"):
         write()
-    if dist.get_rank() == 0:
+
+    def complete() -> None:
         _complete(unfinished(path))
         commit(path)
+
+    on_first_rank(complete, f"the checkpoint {path} could not be completed", group)
 
 
 def _complete(directory: Path) -> None:
@@ -127,9 +132,18 @@ class BackgroundWrite:
         return not self._thread.is_alive()
 
 
-def begin_on_all_ranks(path: Path, control: dist.ProcessGroup) -> bool:
-    """Rank 0 makes the directory; whether this rank sees it. Collective over the world."""
-    if dist.get_rank() == 0:
-        begin(path)
-    dist.barrier(group=control)
-    return unfinished(path).is_dir()
+def begin_on_all_ranks(path: Path, control: dist.ProcessGroup) -> None:
+    """Make the directory that a checkpoint is written to. Collective over the world.
+
+    Raises:
+        CheckpointError: rank 0 cannot, or others do not see it; on all ranks.
+    """
+    on_first_rank(partial(begin, path), f"no checkpoint can be written to {path}", control)
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, unfinished(path).is_dir(), control)
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        raise CheckpointError(
+            f"asked: a sharded checkpoint at {path}; found: rank(s) {blind} do not see a directory that rank 0 has made "
+            "there; do: give a path on a file system that all nodes share"
+        )
