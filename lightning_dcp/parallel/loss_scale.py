@@ -6,32 +6,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 
-class SharedGradScaler(ShardedGradScaler):
+class SharedGradScaler(torch.amp.GradScaler):
     """A scaler that skips a step on all ranks if any finds an infinite gradient, for fused optimizers, too.
 
-    torch's own looks at this rank's gradients only, and its sharded one asks the other ranks in :meth:`unscale_` alone. Fused
-    optimizers unscale by themselves, and skip the step where they are told 1, and not where they are told how many ranks found
-    an infinity.
+    torch's own looks at this rank's gradients only. Its sharded one adds up over ranks what they find, and not for fused
+    optimizers, which unscale by themselves; these skip a step where they are told 1, and take it where they are told 2.
     """
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide gradients by the scale. Collective over the group."""
+        """Divide gradients by the scale. Collective over the world."""
         super().unscale_(optimizer)
-        for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            found.clamp_(max=1.0)
+        self._share(optimizer)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What is called in place of :meth:`unscale_` for optimizers that do it by themselves. Collective over the group."""
-        every = super()._check_inf_per_device(optimizer)
-        for found in every.values():
-            anywhere = found.to(self._device)
-            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.process_group)
-            found.copy_(anywhere)
-        return every
+        """What torch calls in place of :meth:`unscale_` for optimizers that do it by themselves. Collective over the world."""
+        super()._check_inf_per_device(optimizer)
+        return self._share(optimizer)
+
+    def _share(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """Make what was found here 1 if any rank found an infinity, else 0; a rank may have no gradients to look at."""
+        found: dict[Any, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        anywhere = torch.zeros((), device=scale.device)
+        for own in found.values():
+            anywhere = torch.maximum(anywhere, own.to(scale.device))
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        found.clear()
+        found[scale.device] = anywhere
+        return found
 
 
 def share_found_infinities(plugin: Any) -> None:
@@ -53,5 +58,4 @@ def share_found_infinities(plugin: Any) -> None:
         backoff_factor=own.get_backoff_factor(),
         growth_factor=own.get_growth_factor(),
         growth_interval=own.get_growth_interval(),
-        process_group=dist.group.WORLD,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dcp.errors import Problem, raise_problems
-from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.models.megatron.model import MegatronModel, megatron_models
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.gradients import all_reduce_gradients
 from lightning_dcp.parallel.groups import ParallelGroups
@@ -20,11 +20,6 @@ from lightning_dcp.parallel.groups import ParallelGroups
 def is_expert(parameter: Tensor) -> bool:
     """Whether a weight belongs to experts, which lie on some ranks of the plane only."""
     return not getattr(parameter, "allreduce", True)
-
-
-def megatron_models(module: nn.Module) -> list[MegatronModel]:
-    """All Megatron-Core models of a module, in order."""
-    return [child for child in module.modules() if isinstance(child, MegatronModel)]
 
 
 def reduce_gradients(
@@ -47,7 +42,7 @@ def reduce_gradients(
     Raises:
         ConfigurationError: of a shared embedding one stage's copy is frozen and the other's is not.
     """
-    models = megatron_models(module)
+    models = [*megatron_models(module).values()]
     inside = {id(p) for model in models for p in model.parameters()}
     outside = [p for p in module.parameters() if id(p) not in inside]
     all_reduce_gradients(outside, groups.plane, clock)
@@ -101,8 +96,9 @@ def _flags(model: MegatronModel) -> tuple[bool, bool, bool, bool]:
     trains = any(p.requires_grad for p in model.parameters())
     if model.config.pipeline_model_parallel_size == 1 or not model.chunk.share_embeddings_and_output_weights:
         return trains, False, False, False
+    chunks: list[Any] = [*model.chunks]
     first, last = (
-        any(chunk.shared_embedding_or_output_weight().requires_grad for chunk in model.chunks if getattr(chunk, place))
+        any(chunk.shared_embedding_or_output_weight().requires_grad for chunk in chunks if getattr(chunk, place))
         for place in ("pre_process", "post_process")
     )
     return trains, first, last, True
@@ -119,7 +115,7 @@ def _half_frozen(groups: ParallelGroups, *, first: bool) -> Problem:
     )
 
 
-def finalize(chunks: Sequence[nn.Module], clock: WaitClock) -> None:
+def finalize(chunks: Iterable[nn.Module], clock: WaitClock) -> None:
     """Run Megatron-Core's ``finalize_model_grads`` on chunks whose gradients are summed. Collective over the world."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
@@ -147,7 +143,7 @@ def sync_parameters(module: nn.Module, groups: ParallelGroups) -> None:
 
     What the DDP wrapper of other strategies does from rank 0, which here holds the weights of one place only.
     """
-    models = megatron_models(module)
+    models = [*megatron_models(module).values()]
     inside = {id(t) for model in models for t in (*model.parameters(), *model.buffers())}
     tensors = [*module.parameters(), *module.buffers()]
     outside = [t for t in tensors if id(t) not in inside]
