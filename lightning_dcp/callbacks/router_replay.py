@@ -15,6 +15,7 @@ from lightning_dcp.callbacks.loops import STAGES, EveryLoop, Stage
 from lightning_dcp.callbacks.timed import scheduler_of
 from lightning_dcp.errors import BatchError, ConfigurationError, Problem, RegionError, raise_problems
 from lightning_dcp.models.megatron import MegatronModel
+from lightning_dcp.models.megatron.model import megatron_models
 from lightning_dcp.models.megatron.replay import (
     Mode,
     ModelReplay,
@@ -212,7 +213,7 @@ class RouterReplay(EveryLoop):
     # ------------------------------------------------------------------ parts
 
     def _models(self, module: LightningModule) -> dict[str, MegatronModel]:
-        every = {name: child for name, child in module.named_modules() if isinstance(child, MegatronModel)}
+        every = megatron_models(module)
         asked = every if self.model_names is None else self.model_names
         found = {name: every[name] for name in asked if name in every and has_experts(every[name])}
         missing = [name for name in asked if name not in found] if self.model_names is not None else []

@@ -11,6 +11,7 @@ from lightning_dcp.models.adapter import ModelAdapter
 from lightning_dcp.models.compiled import COMPILED_CHILD, refuse_inside_compiled, uncompiled
 from lightning_dcp.models.huggingface import is_transformer, transformer_adapter, transformer_region
 from lightning_dcp.models.megatron import MegatronAdapter, MegatronModel
+from lightning_dcp.models.megatron.model import megatron_models
 from lightning_dcp.models.positions import POSITIONS, positions_argument
 from lightning_dcp.models.region import Regions
 
@@ -60,7 +61,7 @@ def find_regions(
 def _find(root: nn.Module, names: list[str] | None, forward_overridden: bool) -> dict[str, nn.Module]:
     if names is not None:
         return dict(_named(root, name) for name in names)
-    transformers = dict(_transformers(root)) | dict(_megatron_models(root))
+    transformers = dict(_transformers(root)) | megatron_models(root)
     if forward_overridden and not transformers and positions_argument(root) is not None:
         return {"": root}
     candidates = {name: child for name, child in root.named_children() if any(True for _ in child.parameters())}
@@ -79,10 +80,6 @@ def _transformers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             found.append(name)
             path, region = transformer_region(name, module)
             yield path, region
-
-
-def _megatron_models(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield from ((name, module) for name, module in root.named_modules() if name and isinstance(module, MegatronModel))
 
 
 def _inside(name: str, outer: str) -> bool:

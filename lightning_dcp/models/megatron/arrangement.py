@@ -73,7 +73,7 @@ def region_problems(
 def compiled_problems(root: nn.Module) -> Iterator[Problem]:
     """Megatron-Core models with ``torch.compile`` around them or inside: compiled code does not see the pack change."""
     modules = dict(root.named_modules())
-    models = [name for name, layer in modules.items() if isinstance(layer, MegatronModel)]
+    models = list(megatron_models(root))
     if models and getattr(root, "_compiler_ctx", None):
         yield _compiled(type(root).__name__, models[0])
     for name, layer in modules.items():

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dcp.models.megatron.gradients import is_expert, is_split, megatron_models
-from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.models.megatron.gradients import is_expert, is_split
+from lightning_dcp.models.megatron.model import MegatronModel, megatron_models
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.groups import ParallelGroups
 
@@ -90,7 +90,7 @@ def counted(parameters: Iterable[nn.Parameter], module: nn.Module, groups: Paral
         module: the whole module; what is not of a :class:`MegatronModel` of its is the same on all ranks.
         groups: the groups in force.
     """
-    known = {id(p): n for model in megatron_models(module) for p, n in copies_of(model, groups)}
+    known = {id(p): n for model in megatron_models(module).values() for p, n in copies_of(model, groups)}
     everywhere = dist.get_world_size()
     return [(p.grad, known.get(id(p), everywhere)) for p in parameters if p.grad is not None]
 

@@ -16,8 +16,8 @@ from torch.optim import AdamW, Optimizer
 from lightning_dcp.errors import Problem, raise_problems
 from lightning_dcp.models.megatron.clipping import Counted, copies_of
 from lightning_dcp.models.megatron.cpu import on_cpu
-from lightning_dcp.models.megatron.gradients import finalize, is_expert, megatron_models, models_that_train
-from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.models.megatron.gradients import finalize, is_expert, models_that_train
+from lightning_dcp.models.megatron.model import MegatronModel, megatron_models
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.groups import ParallelGroups
 
@@ -40,7 +40,7 @@ class DistributedOptimizer:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, groups: ParallelGroups, device: torch.device) -> None:
         self.settings, self.groups, self.device = optimizer, groups, device
-        self.every = megatron_models(module)
+        self.every = [*megatron_models(module).values()]
         self.models = [m for m in self.every if any(p.requires_grad for p in m.parameters())]
         self.steps = 0
         self._ready = False
@@ -177,7 +177,7 @@ def distributed_problems(module: nn.Module, optimizers: Sequence[Optimizer], *, 
         scaled: whether losses are scaled, for float16.
     """
     asked = "distributed_optimizer=True"
-    models = megatron_models(module)
+    models = [*megatron_models(module).values()]
     if not models:
         return [Problem(asked, "no MegatronModel in the module", "leave it out, or use a Megatron-Core model")]
     found = []
