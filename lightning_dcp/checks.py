@@ -13,6 +13,7 @@ from lightning_dcp.errors import ConfigurationError, PlanError, Problem, raise_p
 from lightning_dcp.parallel.layout import LAYOUTS, build_layout
 from lightning_dcp.schedule import Alignment, CostModel, StepPlan, load_cost_model, preset
 from lightning_dcp.schedule.choice import SchedulerChoice
+from lightning_dcp.schedule.megatron import DEFAULT_DYNAMIC, available_megatron_scheduler
 
 if TYPE_CHECKING:
     from lightning_dcp.callbacks.scheduler import SchedulerCallback
@@ -98,6 +99,10 @@ def _model_parallel_problems(strategy: DCPStrategy) -> list[Problem]:
         found = "stages and experts on other ranks, which have to meet in every micro-batch"
         remedy = "leave schedule_mode out, or use schedule_mode='lockstep'"
         problems.append(Problem(f"schedule_mode='free' with {asked}", found, remedy))
+    if needs_lockstep(strategy) and choice.kind == "megatron" and available_megatron_scheduler() != DEFAULT_DYNAMIC:
+        found = "a scheduler (not DefaultDynamicCPScheduler) that may leave ranks out of a micro-batch, where all have to meet"
+        remedy = "leave scheduler out; or install a Megatron-Core with DefaultDynamicCPScheduler (its dev branch)"
+        problems.append(Problem(f"scheduler='megatron' with {asked}", found, remedy))
     return problems
 
 
@@ -115,7 +120,8 @@ def check_lockstep(strategy: StrategyState, plan: StepPlan) -> None:
     """Refuse a plan in which ranks would wait for ever for ranks that have no pack; schedulers of others make such plans.
 
     Raises:
-        PlanError: under pipeline or expert parallelism, a micro-batch that leaves ranks of the plane out.
+        PlanError: under pipeline or expert parallelism, or with experts on more tensor-parallel ranks than the rest, a
+            micro-batch that leaves ranks of the plane out.
     """
     if not needs_lockstep(strategy):
         return
@@ -126,8 +132,9 @@ def check_lockstep(strategy: StrategyState, plan: StepPlan) -> None:
             raise PlanError(
                 f"micro-batch {number} of the plan has packs for {busy} of {plan.ranks} ranks; the ranks run {counts} packs "
                 f"(scheduled {strategy._choice.name}). Under pipeline_model_parallel_size="
-                f"{strategy.pipeline_model_parallel_size} and expert_model_parallel_size="
-                f"{strategy.expert_model_parallel_size} stages and experts of all ranks meet in every micro-batch: make plans "
+                f"{strategy.pipeline_model_parallel_size}, expert_model_parallel_size={strategy.expert_model_parallel_size} "
+                f"and expert_tensor_parallel_size={strategy.topology.expert_tensor_ranks} stages and experts of all "
+                "ranks meet in every micro-batch: make plans "
                 "of mode lockstep, or use scheduler='dynamic'."
             )
 

@@ -63,8 +63,9 @@ class MegatronGPT(LanguageModel):
             of a function in ``torch.nn.functional``. Where nothing is said the model is of Llama's kind: RMSNorm, SwiGLU, no
             biases, no dropout. With ``huggingface`` only the fields that are to be other than the folder's.
         vocab_size: entries of the vocabulary; ``tensor_model_parallel_size`` divides it. 258 by default.
-        max_sequence_length: the longest sample, for learned positions; rotary ones do not look at it.
-        position_embedding_type: ``rope``, ``yarn``, ``learned_absolute`` or ``none``.
+        max_sequence_length: tokens of the longest sample; longer ones are refused when they come. Learned positions, a table
+            with so many rows, need it; of others it is 2^20 where nothing is said.
+        position_embedding_type: ``rope``, ``learned_absolute`` or ``none``.
         rotary_base: base of the rotary frequencies; 10,000 by default.
         rotary_percent: share of each head that is rotated.
         rope_scaling: Llama 3's slower rotary frequencies: ``factor``, ``low_freq_factor``, ``high_freq_factor`` and
@@ -86,7 +87,7 @@ class MegatronGPT(LanguageModel):
         config: dict[str, Any] | None = None,
         vocab_size: int | None = None,
         max_sequence_length: int | None = None,
-        position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope",
+        position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope",
         rotary_base: int | None = None,
         rotary_percent: float = 1.0,
         share_embeddings_and_output_weights: bool | None = None,
@@ -121,6 +122,8 @@ class MegatronGPT(LanguageModel):
             self.rope_scaling = rope_scaling or self.imported.rope_scaling
             self.attention_output_bias = attention_output_bias or self.imported.output_bias
         self.gpt_options |= {name: value for name, value in given.items() if value is not None}
+        length_said = max_sequence_length is not None or self.imported is not None
+        self.max_sequence_length = self.gpt_options["max_sequence_length"] if length_said else None
         if self.rope_scaling is not None:
             raise_problems(list(scaling_problems(self.rope_scaling, self.gpt_options["position_embedding_type"])))
 
@@ -205,6 +208,7 @@ class MegatronGPT(LanguageModel):
                     on_gpu=self._on_gpu,
                     vocab_size=self.gpt_options["vocab_size"],
                     positions=self.gpt_options["position_embedding_type"],
+                    longest=self.max_sequence_length,
                 )
             )
         self.model = MegatronModel(self.provider)

@@ -15,10 +15,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_dcp.attention.options import DEFAULT, AttentionOptions
+from lightning_dcp.attention.settings import describe
 from lightning_dcp.errors import Problem, RegionError, raise_problems
 from lightning_dcp.models.discovery import find_regions
 from lightning_dcp.models.dry_run import Finding, dry_run
+from lightning_dcp.models.megatron.alignment import has_transformer_engine_attention
 from lightning_dcp.models.megatron.arrangement import arrangement_problems, compiled_problems, region_problems
+from lightning_dcp.models.megatron.te_attention import scheme_in_force
 from lightning_dcp.models.mixing import lies_in, mixing_problem
 from lightning_dcp.models.region import Regions
 
@@ -32,7 +35,11 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
     Raises:
         ConfigurationError: everything that stands against it.
     """
-    problems = [*_step_problems(module, trainer), *arrangement_problems(module, strategy.topology)]
+    problems = [
+        *_step_problems(module, trainer),
+        *_backward_problems(module, trainer, strategy),
+        *arrangement_problems(module, strategy.topology),
+    ]
     regions = Regions({})
     if any(compiled_problems(module)):
         raise_problems(problems)  # no region of a Megatron-Core model lies outside compiled code
@@ -54,6 +61,7 @@ def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Traine
         for path, layer in adapter.mixing().items()
     }
     problems += [problem for name, adapter in regions.adapters.items() for problem in adapter.problems(name)]
+    problems += _engine_problems(strategy, regions)
     problems += [mixing_problem(name, layer) for name, layer in mixing.items()]
     if strategy.fused_linear_cross_entropy and not any(adapter.fuses_loss for adapter in regions.adapters.values()):
         problems.append(
@@ -126,6 +134,36 @@ def _attention_problems(
     ]
 
 
+def describe_attention(strategy: DCPStrategy) -> str:
+    """How attention is computed in the regions, in words."""
+    theirs = _engine_regions(strategy.regions)
+    all_theirs = bool(theirs) and len(theirs) == len(strategy.regions.adapters)
+    parts = [] if all_theirs else [describe(strategy.attention)]
+    if theirs:
+        scheme = scheme_in_force(strategy.attention)
+        parts.append(f"attention of {', '.join(theirs)} by {scheme}, in Transformer Engine's kernels")
+    return "; ".join(parts)
+
+
+def _engine_regions(regions: Regions) -> list[str]:
+    """The regions whose attention is Transformer Engine's."""
+    adapters = regions.adapters.items()
+    return [name or "forward" for name, a in adapters if has_transformer_engine_attention(a.module)]
+
+
+def _engine_problems(strategy: DCPStrategy, regions: Regions) -> Iterable[Problem]:
+    """Options of attention that would do nothing, since all of it is Transformer Engine's."""
+    if not regions.adapters or len(_engine_regions(regions)) < len(regions.adapters):
+        return
+    settings = strategy.attention_settings
+    for name, value in (("attention_kernel", settings.kernel), ("links", settings.links)):
+        if value != "auto":
+            found = (
+                f"regions {_engine_regions(regions)} with Transformer Engine's attention, which has kernels of its own"
+            )
+            yield Problem(f"{name}={value!r}", found, f"leave {name} out, or use layer_spec(config, backend='local')")
+
+
 def _batch_statistics_problems(module: LightningModule, regions: Regions) -> Iterable[Problem]:
     inside = {id(layer) for region in regions.modules.values() for layer in region.modules()}
     for path, layer in module.named_modules():
@@ -139,6 +177,16 @@ def _batch_statistics_problems(module: LightningModule, regions: Regions) -> Ite
 
 def _overrides_forward(module: LightningModule) -> bool:
     return type(module).forward is not LightningModule.forward
+
+
+def _backward_problems(module: LightningModule, trainer: Trainer, strategy: DCPStrategy) -> Iterable[Problem]:
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    if fitting and strategy.topology.is_pipeline and is_overridden("backward", module):
+        yield Problem(
+            f"{type(module).__name__}.backward with pipeline_model_parallel_size={strategy.pipeline_model_parallel_size}",
+            "Megatron-Core's schedules, which run the backward of each micro-batch themselves and would not call it",
+            "remove it, or use pipeline_model_parallel_size=1",
+        )
 
 
 def _step_problems(module: LightningModule, trainer: Trainer) -> Iterable[Problem]:

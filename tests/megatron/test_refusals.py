@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,14 +13,20 @@ import torch
 from torch import nn
 
 from lightning_dcp import ConfigurationError, DCPStrategy, MegatronGPT, MegatronModel
-from lightning_dcp.errors import PlanError
-from lightning_dcp.models.megatron import layer_spec, model_parallel_fields
+from lightning_dcp.errors import PlanError, RegionError
+from lightning_dcp.models.megatron import compat, layer_spec, model_parallel_fields
+from lightning_dcp.models.megatron.core_attention import ContextParallelCoreAttention
+from lightning_dcp.models.megatron.model import REFUSED_ARGUMENTS
+from lightning_dcp.models.megatron.norm import TorchNorm
 from lightning_dcp.models.megatron.not_run import NOT_RUN, WITH_TRANSFORMER_ENGINE
-from lightning_dcp.models.megatron.problems import backend_problems, config_problems, given_problems, position_problems
+from lightning_dcp.models.megatron.positions import position_problems
+from lightning_dcp.models.megatron.problems import backend_problems, config_problems, given_problems, gpt_problems
 from lightning_dcp.models.megatron.stages import stage_problems
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
+from lightning_dcp.schedule.megatron import DEFAULT_DYNAMIC
 from tests.megatron import runs
+from tests.megatron.engine import transformer_engine
 from tests.support.plans import GivenPlan
 from tests.support.ranks import RankPool
 from tests.support.training import TinyModule, loader, trainer
@@ -186,7 +194,33 @@ def test_backends(backend: str) -> None:
 def test_positions(kind: str) -> None:
     [problem] = position_problems(kind)
     assert f"position_embedding_type={kind!r}" in problem.asked
-    assert list(position_problems("yarn")) == []
+
+
+def test_yarn_needs_a_config_that_has_its_fields() -> None:
+    """No TransformerConfig of a release has: GPTModel would fail for want of them."""
+    [problem] = position_problems("yarn")
+    assert "without yarn_rotary_scaling_factor" in problem.found
+    assert list(position_problems("yarn", YARN)) == []
+    assert "yarn" not in str(inspect.signature(MegatronGPT).parameters["position_embedding_type"].annotation)
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("learned_absolute", None), ("rope", 0), ("none", True)])
+def test_longest_samples(kind: str, longest: Any) -> None:
+    def found(kind: str, longest: Any) -> list[Any]:
+        sizes = {"backend": "auto", "on_gpu": False, "vocab_size": 18}
+        known = {"settled": {}, "defaults": {"attention_dropout": 0.0}, "topology": topology()}
+        return gpt_problems(runs.DENSE, positions=kind, longest=longest, **known, **sizes)
+
+    [problem] = found(kind, longest)
+    assert "max_sequence_length" in str(problem)
+    assert found(kind, 64) == []
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "enable_autocast", "autocast_dtype"])
+def test_precision_is_the_trainers(name: str) -> None:
+    [problem] = given_problems({name: torch.bfloat16 if name == "autocast_dtype" else True}, {}, {name})
+    assert name in problem.asked and "Trainer(precision=...)" in problem.remedy
+    assert list(given_problems({name: None}, {}, {name})) == []
 
 
 def test_transformer_engine_that_is_there_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +280,9 @@ def _builds(rule: Any, config: Any, layers: int, chunks: int | None) -> bool:
     [
         ({PP: 2, "schedule_mode": "free"}, ["schedule_mode='free'", f"{PP}=2", "schedule_mode='lockstep'"]),
         ({EP: 2, "schedule_mode": "free"}, ["schedule_mode='free'", f"{EP}=2"]),
+        ({PP: 2, "scheduler": "megatron"}, ["scheduler='megatron'", f"{PP}=2", "leave scheduler out"]),
+        ({EP: 2, "scheduler": "megatron"}, ["scheduler='megatron'", f"{EP}=2"]),
+        ({"expert_tensor_parallel_size": 2, "scheduler": "megatron"}, ["scheduler='megatron'", "expert_tensor"]),
         ({TP: 2, "outputs": "sharded"}, ["outputs='sharded'", f"{TP}=2", 'use outputs="gathered"']),
         ({TP: 2, "outputs": "auto"}, ["outputs='auto'", f"{TP}=2"]),
         ({TP: 2, "fused_linear_cross_entropy": True}, ["fused_linear_cross_entropy=True", "leave it out"]),
@@ -257,6 +294,13 @@ def test_options_that_split_models_do_not_go_with(options: dict[str, Any], words
     [problem] = caught.value.problems
     for word in words:
         assert word in str(problem)
+
+
+def test_megatrons_scheduler_goes_where_ranks_need_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or where all of its plans are for lock-step."""
+    assert DCPStrategy(**{TP: 2}, scheduler="megatron").scheduler_choice.kind == "megatron"
+    monkeypatch.setattr("lightning_dcp.checks.available_megatron_scheduler", lambda: DEFAULT_DYNAMIC)
+    assert DCPStrategy(**{PP: 2}, scheduler="megatron").scheduler_choice.kind == "megatron"
 
 
 def test_lockstep_is_the_default_where_ranks_meet() -> None:
@@ -279,6 +323,7 @@ class Own(runs.SmallGPT):
         super().__init__(runs.DENSE)
         self.fields, self.change = fields or {}, change or (lambda module: None)
         self.spec: Any = layer_spec
+        self.positions, self.attributes = "rope", dict[str, Any]()
 
     def configure_model(self) -> None:
         if not isinstance(self.model, MegatronModel):
@@ -294,8 +339,23 @@ class Own(runs.SmallGPT):
         own = {"attention_dropout": 0.0, "use_cpu_initialization": True, "moe_token_dispatcher_type": "alltoall"}
         fields = {**runs.DENSE, **own, **layout, **self.fields}
         config = TransformerConfig(**fields)
+        vars(config).update(self.attributes)
         self.stages = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
-        return GPTModel(config, self.spec(config), runs.VOCABULARY, 64, position_embedding_type="rope", **self.stages)
+        kind = {"position_embedding_type": self.positions}
+        return GPTModel(config, self.spec(config), runs.VOCABULARY, 12, **kind, **self.stages)
+
+
+class Yarn(Own):
+    """Positions that no release's TransformerConfig has the fields of; attributes of the user's own may take their place."""
+
+    def __init__(self, attributes: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.positions, self.attributes = "yarn", attributes or {}
+
+
+class OwnBackward(Own):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(2 * loss, *args, **kwargs)
 
 
 class LocalLayers(Own):
@@ -346,6 +406,16 @@ def _manual(module: Any) -> None:
     module.automatic_optimization = False
 
 
+YARN = SimpleNamespace(
+    yarn_rotary_scaling_factor=4.0,
+    yarn_original_max_position_embeddings=4,
+    yarn_beta_fast=32.0,
+    yarn_beta_slow=1.0,
+    yarn_mscale=1.0,
+    yarn_mscale_all_dim=0.0,
+    yarn_correction_range_round_to_int=True,
+)
+
 MODULES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], list[list[str]]]] = {
     "what is right": (Own, (), {PP: 2}, []),
     "plain module": (
@@ -369,6 +439,22 @@ MODULES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], list[list[str]]]]
     ),
     "no causal mask": (Own, ({}, _unmasked), {}, [["attn_mask_type=no_mask", "use AttnMaskType.causal"]]),
     "batch statistics": (Own, ({}, _batch_norm), {}, [["extra' (BatchNorm1d)"]]),
+    "yarn": (Yarn, (), {}, [["position_embedding_type='yarn'", "without yarn_rotary_scaling_factor", "use 'rope'"]]),
+    "yarn with attributes for it": (Yarn, (vars(YARN),), {}, []),
+    "backward of its own": (OwnBackward, (), {PP: 2}, [[f"OwnBackward.backward with {PP}=2", "remove it"]]),
+    "backward of its own, without a pipeline": (OwnBackward, (), {}, []),
+    "another norm": (
+        MegatronGPT,
+        ({**runs.DENSE, "normalization": "L2Norm"}, 18),
+        {},
+        [["normalization='L2Norm'", "use one of ['LayerNorm', 'RMSNorm']"]],
+    ),
+    "learned positions without an end": (
+        MegatronGPT,
+        ({**runs.DENSE, "bf16": True}, 18, None, "learned_absolute"),
+        {},
+        [["bf16=True"], ["no max_sequence_length"]],
+    ),
     "compiled": (Own, ({}, _compile), {}, [["torch.compile of 'model'", "leave torch.compile out"]]),
     "compiled layer": (Own, ({}, _compile_layer), {}, [["torch.compile of 'model.chunks.0.decoder.layers.0'"]]),
     "two models": (Own, ({}, _second), {PP: 2}, [["regions ['model', 'reference']", f"{PP}=2", f"use {PP}=1"]]),
@@ -431,11 +517,85 @@ def test_modules_that_do_not_run_are_refused_on_every_rank(ranks: RankPool) -> N
                     assert word in text, name
 
 
+def refused_calls() -> dict[str, str]:
+    """What calls of a model are refused with, in and outside steps."""
+    said: dict[str, str] = {}
+
+    def ask(name: str, call: Any) -> None:
+        try:
+            call()
+        except RegionError as error:
+            said[name] = str(error)
+
+    tokens = torch.arange(6).view(2, 3)
+    masks = {"left": [[0, 1, 1], [1, 1, 1]], "right": [[1, 1, 0], [1, 1, 1]]}
+
+    class Calling(runs.SmallGPT):
+        def on_train_start(self) -> None:
+            for name in REFUSED_ARGUMENTS:
+                ask(name, partial(self.model, input_ids=tokens, **{name: object()}))
+                ask(f"no {name}", partial(self.model, input_ids=tokens, **{name: None}))
+            for name, mask in masks.items():
+                ask(name, partial(self.model, input_ids=tokens, attention_mask=torch.tensor(mask)))
+            ask("4-d", partial(self.model, input_ids=tokens, attention_mask=torch.ones(1, 1, 3, 3).tril() < 0.5))
+
+    for kind in ("rope", "learned_absolute", "none"):
+        options = {"position_embedding_type": kind, "max_sequence_length": 5}
+        for length in (5, 6):
+            run, module = trainer(strategy={}), Calling(runs.DENSE, **options)
+            ask(f"{kind} {length}", partial(run.fit, module, loader((length, 3), 2, "padded")))
+    return said
+
+
+def test_calls_that_would_be_wrong_are_refused(ranks: RankPool) -> None:
+    [said] = ranks.run(refused_calls, 1)
+    assert set(said) == {*REFUSED_ARGUMENTS, "left", "rope 6", "learned_absolute 6"}
+    for name in REFUSED_ARGUMENTS:
+        assert f"was called with {name}. Leave it out" in said[name]
+    assert "Pad on the right" in said["left"]
+    assert "position 5" in said["rope 6"] and "max_sequence_length=5" in said["learned_absolute 6"]
+
+
+def engine_options() -> list[str]:
+    """What is said of attention options to a model of Transformer Engine's layers: refused, and in force."""
+    compat.load()  # Megatron-Core looks for Transformer Engine when it is imported
+    said, tiny = [], GivenPlan(1, [(0, 1, [0, 1])])
+    with transformer_engine():
+        for options in ({"attention_kernel": "reference"}, {"links": "cost_model"}, {}):
+            run = trainer(strategy={"scheduler": tiny, **options})
+            try:
+                run.fit(runs.SmallGPT(runs.DENSE), loader((5, 3), 2, "packed"))
+                said.append(run.strategy.describe())
+            except ConfigurationError as error:
+                said += [str(problem) for problem in error.problems]
+    return said
+
+
+def test_attention_of_transformer_engine_has_no_kernel_and_no_scheme_to_choose(ranks: RankPool) -> None:
+    [[kernel, links, described]] = ranks.run(engine_options, 1)
+    assert "attention_kernel='reference'" in kernel and "leave attention_kernel out" in kernel
+    assert "links='cost_model'" in links and "Transformer Engine's attention" in links
+    assert "attention of model by ring, in Transformer Engine's kernels" in described
+    assert "scheme chosen" not in described
+
+
+@pytest.mark.parametrize("part", [ContextParallelCoreAttention, TorchNorm])
+def test_arguments_that_a_later_release_gives_our_parts_are_refused(part: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'later'"):
+        part(SimpleNamespace(), 1, later=1)
+
+
+def test_norms_of_other_kinds_are_refused() -> None:
+    with pytest.raises(ValueError, match="normalization='L2Norm'"):
+        TorchNorm(SimpleNamespace(normalization="L2Norm"), 8)
+
+
 @patch.object(Watchdog, "report")
 def uneven_plans(report: Any) -> list[str]:
     """What a plan is refused with that leaves the second rank of the plane without a pack once, by layout."""
     said = []
-    for sizes, config in (({PP: 2}, runs.DENSE), ({EP: 2}, runs.MOE)):
+    experts = {"expert_tensor_parallel_size": 2}
+    for sizes, config in (({PP: 2}, runs.DENSE), ({EP: 2}, runs.MOE), (experts, runs.MOE)):
         strategy = {**sizes, "scheduler": GivenPlan(4 // sizes.get(PP, 1), [(0, 1, [0]), (1, 1, [1]), (0, 1, [2])])}
         run = trainer(strategy=strategy)
         try:
@@ -446,9 +606,10 @@ def uneven_plans(report: Any) -> list[str]:
 
 
 def test_plans_that_leave_ranks_out_are_refused_where_ranks_meet(ranks: RankPool) -> None:
-    for pipeline, experts in ranks.run(uneven_plans, 4):
+    for pipeline, experts, shared in ranks.run(uneven_plans, 4):
         assert "packs for 2 of 2 ranks" not in pipeline
         assert "micro-batch 1 of the plan has packs for 1 of 2 ranks" in pipeline
         assert "the ranks run [2, 1] packs (scheduled by GivenPlan)" in pipeline
         assert "packs for 2 of 4 ranks" in experts
         assert "use scheduler='dynamic'" in experts
+        assert "expert_tensor_parallel_size=2" in shared

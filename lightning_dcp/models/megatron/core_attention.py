@@ -16,6 +16,8 @@ class ContextParallelCoreAttention(nn.Module):
 
     Sliding windows (``window_size``, ``window_attn_skip_freq``) and sinks (``softmax_type``) are those of the config.
 
+    Its arguments are those that the tested releases give. What another release gives besides is a TypeError, not ignored.
+
     Args:
         config: the model's TransformerConfig.
         layer_number: of the layer, from 1.
@@ -37,7 +39,6 @@ class ContextParallelCoreAttention(nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        **unused: Any,
     ) -> None:
         super().__init__()
         self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type

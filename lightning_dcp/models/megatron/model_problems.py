@@ -11,7 +11,8 @@ from torch import nn
 from lightning_dcp.errors import Problem
 from lightning_dcp.models.megatron import compat
 from lightning_dcp.models.megatron.model import MegatronModel
-from lightning_dcp.models.megatron.problems import config_problems, position_problems
+from lightning_dcp.models.megatron.positions import position_problems
+from lightning_dcp.models.megatron.problems import config_problems
 from lightning_dcp.parallel.topology import Topology
 
 _OURS = "make the layers by lightning_dcp.models.megatron.layer_spec(config), or give this one an attribute `scope`"
@@ -47,7 +48,7 @@ def model_problems(model: MegatronModel, name: str) -> Iterator[Problem]:
         transformer_engine=_has_transformer_engine(model),
         vocab_size=chunk.vocab_size,
     )
-    yield from position_problems(chunk.position_embedding_type)
+    yield from position_problems(chunk.position_embedding_type, config)
     places: dict[Finding, list[str]] = {}
     for path, layer in model.named_modules():
         for finding in _findings(layer):
@@ -91,10 +92,10 @@ def _findings(layer: nn.Module) -> Iterator[Finding]:
             )
     elif isinstance(layer, compat.find(_ROUTER)) and not hasattr(layer, "scope"):
         yield type(layer).__name__, "a router whose statistics would depend on how a batch is cut into packs", _OURS
-
     elif hasattr(layer, "num_local_experts") and {"weight1", "weight2"} <= layer._parameters.keys():
         found = "all experts of a rank in one parameter, which no single expert can be saved from"
         yield type(layer).__name__, found, "use moe_grouped_gemm=False, or backend='transformer_engine'"
+
 
 def _attention_findings(layer: Any) -> Iterator[Finding]:
     kind, core = type(layer).__name__, layer.core_attention

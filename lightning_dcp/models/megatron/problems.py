@@ -12,7 +12,9 @@ import torch
 from lightning_dcp.errors import Problem
 from lightning_dcp.models.megatron import compat
 from lightning_dcp.models.megatron.moe_problems import moe_problems
+from lightning_dcp.models.megatron.norm import KINDS
 from lightning_dcp.models.megatron.not_run import NOT_RUN, WITH_TRANSFORMER_ENGINE
+from lightning_dcp.models.megatron.positions import length_problems, position_problems
 from lightning_dcp.models.megatron.spec import has_transformer_engine
 from lightning_dcp.models.megatron.stages import stage_problems
 from lightning_dcp.parallel.topology import Topology
@@ -25,20 +27,6 @@ _IMPORTED_VOCABULARY = (
     "a Hugging Face model brings its own: call model.resize_token_embeddings(pad_to_multiple_of={}) in transformers, and save "
     "it again"
 )
-_POSITIONS = ("rope", "learned_absolute", "none")
-_YARN = tuple(
-    f"yarn_{name}"
-    for name in (
-        "rotary_scaling_factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "correction_range_round_to_int",
-    )
-)
-"""What GPTModel reads of its config for ``yarn``; no TransformerConfig of the tested releases has it."""
 _BY_TRAINER = ("bf16", "fp16", "enable_autocast", "autocast_dtype")
 """Fields that say the precision to code of Megatron-LM that runs do not go through."""
 _BACKENDS = ("auto", "local", "transformer_engine")
@@ -96,7 +84,7 @@ def gpt_problems(
         *given_problems(given, settled, compat.config_fields()),
         *backend_problems(backend, on_gpu=on_gpu),
         *position_problems(positions),
-        *_length_problems(positions, longest),
+        *length_problems(positions, longest),
         *config_problems({**defaults, **given, **settled}, topology, transformer_engine=te, vocab_size=vocab_size),
     ]
 
@@ -144,32 +132,6 @@ def backend_problems(backend: str, *, on_gpu: bool) -> Iterator[Problem]:
         )
     elif backend == "transformer_engine":
         yield from compat.release_problems(transformer_engine=True)
-
-
-def position_problems(kind: str, config: Any = None) -> Iterator[Problem]:
-    """What stands against a ``position_embedding_type``.
-
-    Args:
-        kind: the type.
-        config: of a model of the user's own, which may have the attributes that ``yarn`` needs.
-    """
-    lacking = [name for name in _YARN if not hasattr(config, name)]
-    if kind == "yarn" and lacking:
-        found = f"a TransformerConfig without {', '.join(lacking)}, which Megatron-Core's GPTModel reads for it"
-        yield Problem("position_embedding_type='yarn'", found, "use 'rope', with rope_scaling (Llama 3's) if need be")
-    elif kind not in (*_POSITIONS, "yarn"):
-        found = "three positions a token, where samples have one" if kind == "mrope" else "an unknown value"
-        yield Problem(f"position_embedding_type={kind!r}", found, f"use one of {list(_POSITIONS)}")
-
-
-def _length_problems(kind: str, longest: int | None) -> Iterator[Problem]:
-    """What is wrong with a longest sample: learned positions are a table with a row for each of its tokens."""
-    if longest is None and kind == "learned_absolute":
-        remedy = "give the tokens of the longest sample as max_sequence_length"
-        yield Problem("position_embedding_type='learned_absolute'", "no max_sequence_length", remedy)
-    elif longest is not None and (not isinstance(longest, int) or isinstance(longest, bool) or longest < 1):
-        remedy = "give the tokens of the longest sample"
-        yield Problem(f"max_sequence_length={longest!r}", "not a positive whole number", remedy)
 
 
 def _missing(fields: Fields) -> Iterator[Problem]:
@@ -280,6 +242,9 @@ def _expert_problems(fields: Fields, topology: Topology) -> Iterator[Problem]:
 
 
 def _not_run(fields: Fields, transformer_engine: bool) -> Iterator[Problem]:
+    norm = fields.get("normalization", "LayerNorm")
+    if norm not in KINDS and not transformer_engine:
+        yield Problem(f"normalization={norm!r}", "layers of torch's norms", f"use one of {list(KINDS)}")
     for name, (found, remedy) in NOT_RUN.items():
         if fields.get(name) not in (None, False, 0, "none"):
             yield Problem(f"{name}={_short(fields[name])}", found, remedy)

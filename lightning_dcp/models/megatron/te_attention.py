@@ -7,9 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.transformer_engine import packed_seq_params, te_context_parallel
 from lightning_dcp.models.megatron.scope import Scope
 from lightning_dcp.parallel.context import CPContext
+
+
+def scheme_in_force(options: AttentionOptions) -> str:
+    """How keys reach other ranks with Transformer Engine's attention, which no scheme is chosen for: ``auto`` is ``ring``."""
+    return options.scheme if isinstance(options.scheme, str) else "ring"
 
 
 @cache
@@ -52,8 +58,7 @@ def te_core_attention() -> type:
                 )
             context = scope.context.with_padding
             q, k, v = (context.without_fill(tensor.squeeze(1)) for tensor in (query, key, value))
-            scheme = scope.attention.scheme if isinstance(scope.attention.scheme, str) else "ring"
-            with te_context_parallel(self, context, scheme):
+            with te_context_parallel(self, context, scheme_in_force(scope.attention)):
                 packed = packed_of(scope.context, causal="causal" in attn_mask_type.name)
                 out = super().forward(q, k, v, None, attn_mask_type, attention_bias, packed, **options)
             return context.with_fill(out.reshape(len(q), -1)).unsqueeze(1)
