@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dcp import MegatronModel
+from lightning_dcp import ConfigurationError, MegatronModel
 from lightning_dcp.batch.labels import shifted_labels
 from lightning_dcp.models.megatron import ScalarHead, put_scalar_head
 from lightning_dcp.models.megatron.weights import load_whole_weights
@@ -116,18 +116,22 @@ def values_of_transformers(root: Path) -> dict[str, Tensor]:
     return found
 
 
-def imported_values(root: Path, strategy: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        folder.name: trainer(strategy=strategy).predict(
-            ImportedValues.from_huggingface(folder), loader(hf.LENGTHS, len(hf.LENGTHS), "packed")
-        )[0]
-        for folder in sorted(root.iterdir())
-    }
+def imported_values(root: Path, strategy: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
+    """The same of imports; and what is said when the last one is to be written."""
+    found = {}
+    for folder in sorted(root.iterdir()):
+        model = ImportedValues.from_huggingface(folder)
+        run = trainer(strategy=strategy)
+        found[folder.name] = run.predict(model, loader(hf.LENGTHS, len(hf.LENGTHS), "packed"))[0]
+    with pytest.raises(ConfigurationError) as refused:
+        model.save_huggingface(root / "written")
+    return found, str(refused.value)
 
 
 def test_a_value_model_starts_from_hugging_face_weights(ranks, tmp_path):
     (right,) = ranks.run(values_of_transformers, 1, tmp_path)
-    for own in ranks.run(imported_values, 4, tmp_path, PP | SP):
+    for own, refused in ranks.run(imported_values, 4, tmp_path, PP | SP):
+        assert "1 problem(s)" in refused and "ScalarHead" in refused
         assert own.keys() == right.keys()
         for name in right:
             torch.testing.assert_close(own[name].flatten(), right[name], rtol=1e-9, atol=1e-9)

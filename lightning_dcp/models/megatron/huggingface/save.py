@@ -19,6 +19,7 @@ from lightning_dcp.models.megatron.huggingface.describe import describe, differe
 from lightning_dcp.models.megatron.huggingface.folder import INDEX, ShardWriter, index_of, require_safetensors
 from lightning_dcp.models.megatron.huggingface.names import source_of
 from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.models.megatron.scalar_head import ScalarHead
 from lightning_dcp.models.megatron.weights import weights_of
 
 _T = TypeVar("_T")
@@ -146,7 +147,12 @@ def _unnamed(model: MegatronModel, said: HuggingFaceConfig) -> list[Problem]:
     """Weights that the family has no name for."""
     names = [weight.name for weight in weights_of(model) if source_of(weight.name, said.family) is None]
     remedy = "save the run's checkpoint instead, or train a model of a family that has it"
-    return [Problem(f"the weight {n}", f"nothing like it in a {said.family.architecture}", remedy) for n in names]
+    found = [(f"the weight {name}", f"nothing like it in a {said.family.architecture}") for name in names]
+    if any(isinstance(layer, ScalarHead) for layer in model.modules()):
+        found.append(
+            ("a model with a ScalarHead", f"a {said.family.architecture}, whose head is one of the vocabulary")
+        )
+    return [Problem(asked, why, remedy) for asked, why in found]
 
 
 def _folder_problems(folder: Path) -> list[Problem]:
