@@ -173,6 +173,7 @@ class Scaled(MixedPrecision):
 
     def __init__(self):
         super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+        self.precision = "32-true"
 
     def forward_context(self):
         return nullcontext()
