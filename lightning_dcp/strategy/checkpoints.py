@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_dcp.errors import CheckpointError
 from lightning_dcp.models.megatron.checkpoint import ShardedCheckpoints, hyper_parameters, is_sharded, outside_state
 from lightning_dcp.models.megatron.distributed_state import WholeState
-from lightning_dcp.models.megatron.gradients import megatron_models
+from lightning_dcp.models.megatron.model import megatron_models
 from lightning_dcp.strategy.state import StrategyState
 
 

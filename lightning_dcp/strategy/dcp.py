@@ -274,7 +274,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         super().setup_environment()
         if self._groups is None or not in_force(self._groups, self.topology):
             self._groups = initialize_groups(self.topology, self._timeout)  # else those of the run before
-            self._checkpoints = ShardedCheckpoints(self._groups, self.root_device)
+            self._checkpoints = ShardedCheckpoints(self._groups, self.root_device, timeout=self._timeout)
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
             self._watchdog = Watchdog(store, self.global_rank, self.world_size)
