@@ -1,6 +1,7 @@
 """One process against tensor, sequence, pipeline and expert parallelism, with mixed CP sizes in one step."""
 
 import pytest
+import torch
 
 from lightning_dcp import ConfigurationError
 from lightning_dcp.models.megatron.weights import weights_of
@@ -51,7 +52,7 @@ def test_the_shown_loss_is_the_same_with_static_context_parallelism(ranks, tenso
 
 
 BIASED = runs.MOE | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-"""Experts whose biases move with their tokens, frozen or not."""
+"""Experts whose biases move at the end of a step. Exact on planes of one rank only: the sigmoid is one of float32."""
 
 
 class Frozen(runs.SmallGPT):
@@ -72,26 +73,34 @@ LOWER = ("embedding.", "decoder.layers.0.", "decoder.layers.1.")
 UPPER = ("output_layer.", "decoder.final_layernorm.", "decoder.layers.2.", "decoder.layers.3.")
 
 
-def frozen_runs(world, layout):
+def frozen_runs(config, world, layout):
     return {
-        half[0]: job(BIASED, world, layout, make=Frozen, module={"frozen": half}, max_epochs=2)
+        half[0]: job(config, world, layout, make=Frozen, module={"frozen": half}, max_epochs=2)
         for half in (LOWER, UPPER)
     }
 
 
+def moved_biases(weights):
+    """The layers whose experts' biases are not those of the start."""
+    first = {name: runs.made_up(name, bias.shape).float() for name, bias in weights.items() if "expert_bias" in name}
+    return {int(name.split(".")[2]) for name, bias in first.items() if not torch.equal(weights[name].float(), bias)}
+
+
 @pytest.mark.parametrize(
-    ("world", "layout"),
-    [(2, {"pipeline_model_parallel_size": 2}), pytest.param(4, LAYOUTS["VPP2xPP2"][1], marks=pytest.mark.slow)],
-    ids=["PP2", "VPP2xPP2"],
+    ("config", "world", "layout"),
+    [
+        pytest.param(BIASED, *(2, LAYOUTS["PP2"][1]), id="PP2"),
+        pytest.param(runs.MOE, *LAYOUTS["VPP2xPP2"], id="VPP2xPP2", marks=pytest.mark.slow),
+    ],
 )
-def test_a_stage_may_be_frozen_whole(ranks, world, layout):
-    expected = ranks.run(frozen_runs, 1, 1, {})[0]
-    for found in ranks.run(frozen_runs, world, world, layout):
+def test_a_stage_may_be_frozen_whole(ranks, config, world, layout):
+    expected = ranks.run(frozen_runs, 1, config, 1, {})[0]
+    if config is BIASED:
+        assert {2, 3} <= moved_biases(expected[LOWER[0]]["weights"])
+        assert {0, 1} <= moved_biases(expected[UPPER[0]]["weights"])
+    for found in ranks.run(frozen_runs, world, config, world, layout):
         for half, own in found.items():
             assert_same(own, expected[half], 1e-9)
-            moved = [w for name, w in own["weights"].items() if name.endswith("expert_bias")]
-            assert len(moved) == 4
-            assert all(bias.any() for bias in moved)
 
 
 class HalfFrozen(runs.SmallGPT):
