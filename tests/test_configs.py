@@ -53,7 +53,12 @@ def test_the_demo_uses_every_cp_size_within_its_limit() -> None:
 
 
 def test_there_are_configurations() -> None:
-    assert [path.name for path in CONFIGS] == ["demo_cpu.yaml", "megatron_cpu.yaml", "megatron_moe_gpu.yaml", "text_files.yaml"]
+    assert [path.name for path in CONFIGS] == [
+        "demo_cpu.yaml",
+        "megatron_cpu.yaml",
+        "megatron_moe_gpu.yaml",
+        "text_files.yaml",
+    ]
 
 
 def test_an_unknown_option_is_an_error() -> None:

@@ -76,7 +76,11 @@ def test_unknown_options_are_errors() -> None:
     [
         (2, {"context_parallel_size": 4}, ["context_parallel_size=4", "plane of 2 rank(s)", "use one of [1, 2]"]),
         (3, {"tensor_model_parallel_size": 2}, ["a world of 3 ranks, which 2 does not divide", "multiple of 2 ranks"]),
-        (4, {"virtual_pipeline_model_parallel_size": 2}, ["a pipeline of one stage", "use pipeline_model_parallel_size"]),
+        (
+            4,
+            {"virtual_pipeline_model_parallel_size": 2},
+            ["a pipeline of one stage", "use pipeline_model_parallel_size"],
+        ),
         (4, {"sequence_parallel": True}, ["sequence_parallel=True", "tensor_model_parallel_size=1"]),
         (4, {"expert_model_parallel_size": 3}, ["expert_model_parallel_size=3", "which 3 does not divide"]),
     ],

@@ -172,7 +172,9 @@ class RegionCall:
 
     # ----------------------------------------------------------------- running
 
-    def run(self, forward: Callable[..., Any] | None = None, *, all_ones: bool = False, serve_attention: bool = True) -> Any:
+    def run(
+        self, forward: Callable[..., Any] | None = None, *, all_ones: bool = False, serve_attention: bool = True
+    ) -> Any:
         """Run the module, or a function of its named arguments, on this rank's tokens; local outputs.
 
         Args:

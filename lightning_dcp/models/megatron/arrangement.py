@@ -57,7 +57,9 @@ def region_problems(
     """
     for name, model in megatron_models(root).items():
         if not any(region is model for region in regions.values()):
-            found = f"a MegatronModel {name!r} beside the regions {list(regions)}, which would see packs without borders"
+            found = (
+                f"a MegatronModel {name!r} beside the regions {list(regions)}, which would see packs without borders"
+            )
             yield Problem(f"regions={list(regions)}", found, "name it, too, or leave regions out")
         if model.config.num_moe_experts and outputs != "gathered":
             found = f"experts in {name!r}, whose counts and auxiliary losses a trial of shards would add up three times"

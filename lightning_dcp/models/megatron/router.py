@@ -140,7 +140,8 @@ def context_parallel_router() -> type:
 
         def _counted(self, probs: Tensor, routing_map: Tensor, rows: RouterRows) -> Tensor:
             """Count tokens of experts when the backward comes through."""
-            if not self.enable_expert_bias:
+            # A backward reaches frozen layers on some layouts only: on stages that hidden states are sent to.
+            if not self.enable_expert_bias or not self.weight.requires_grad:
                 return probs
             counts = (routing_map & rows.real.unsqueeze(1)).sum(0)
             return auxiliary.attach(probs, probs.new_zeros(()), 0.0, partial(self._count, counts))
