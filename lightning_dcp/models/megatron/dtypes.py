@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_dcp.errors import Problem
-from lightning_dcp.models.megatron.model import MegatronModel
+from lightning_dcp.models.megatron.model import MegatronModel, megatron_models
 
 
 def precision_problems(module: nn.Module, precision: str | int, device: torch.device) -> list[Problem]:
@@ -19,7 +19,7 @@ def precision_problems(module: nn.Module, precision: str | int, device: torch.de
         precision: the trainer's.
         device: where the run is.
     """
-    models = {name: child for name, child in module.named_modules() if isinstance(child, MegatronModel)}
+    models = megatron_models(module)
     mixed = str(precision).endswith("-mixed")
     problems = []
     if models and mixed and device.type == "cpu":
