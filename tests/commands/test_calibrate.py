@@ -238,13 +238,16 @@ def test_a_checkpoint_with_hyperparameters_needs_no_model_in_the_configuration(t
 def test_one_rank_alone_is_measured_in_every_format(form, tmp_path, ranks):
     """In a rank's own process: a trainer must not run in this one."""
     data = {"class_path": SMALL["data"]["class_path"], "init_args": SMALL["data"]["init_args"] | {"format": form}}
-    cost = ranks.run(calibrate_alone, 1, write(tmp_path, "form.yaml", data=data), str(tmp_path))[0]
+    strategy = {"class_path": "lightning_dcp.DCPStrategy", "init_args": {"max_seqlen_per_dp_cp_rank": 2048}}
+    config = write(tmp_path, "form.yaml", data=data, trainer={"devices": 1, "strategy": strategy})
+    cost = ranks.run(calibrate_alone, 1, config, str(tmp_path))[0]
     assert (cost["hop_bytes"], cost["hop_latency"]) == (0.0, 0.0)
     assert cost["linear"] + cost["attention"] > 0
 
 
 def calibrate_alone(config, folder):
-    return calibrate([config], devices=1, lengths=[32, 128], repeats=1, output=f"{folder}/cost.yaml").to_dict()
+    """Lengths far enough apart that the longer takes longer on any machine, however busy."""
+    return calibrate([config], devices=1, lengths=[32, 2048], repeats=3, output=f"{folder}/cost.yaml").to_dict()
 
 
 def test_steps_run_with_a_checkpoints_weights_on_the_lengths_chosen(small, tmp_path, ranks):
