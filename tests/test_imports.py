@@ -16,9 +16,11 @@ NAME = "lightning_dcp"
 
 LEVELS = [
     {"errors"},
+    {"segments"},
     {"batch"},
     {"schedule"},
     {"parallel"},
+    {"boundaries", "stability"},
     {"attention"},
     {"loss"},
     {"models"},
@@ -35,7 +37,7 @@ LEVELS = [
 """Parts of the package, lowest first: a part imports from its own level and the ones below."""
 LEVEL = {part: number for number, level in enumerate(LEVELS) for part in level}
 
-WITHOUT_LIGHTNING = ("models", "attention", "parallel", "batch", "schedule", "loss")
+WITHOUT_LIGHTNING = ("models", "attention", "parallel", "batch", "schedule", "loss", "boundaries", "stability")
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LARGE = ("megatron", "transformers", "flash_attn", "transformer_engine", "liger_kernel", "cut_cross_entropy")
 """Dependencies that only one file may import as soon as it is imported; all others do it inside a function, if at all."""

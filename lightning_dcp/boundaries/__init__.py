@@ -1,0 +1,1 @@
+"""Where packs are cut: budgets of shards, layouts that keep them, and audits."""
