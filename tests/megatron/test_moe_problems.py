@@ -29,6 +29,9 @@ WRONG = {
     "sequence_parallel=False": {"sequence_parallel": False},
     "moe_token_dispatcher_type='allgather'": {"moe_token_dispatcher_type": "allgather"},
     "moe_token_dispatcher_type='flex'": {"moe_token_dispatcher_type": "flex"},
+    "moe_router_topk=9": {"moe_router_topk": 9},
+    "moe_router_topk_limited_devices=2": {"moe_router_topk_limited_devices": 2},
+    "add_bias_linear=True": {"add_bias_linear": True},
     "overlap_moe_expert_parallel_comm=True": {"overlap_moe_expert_parallel_comm": True},
 }
 

@@ -73,6 +73,17 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {TP: 4},
         ["num_attention_heads=6", "that 4 does not divide", "8, say", f"{TP}=3"],
     ),
+    "heads of the hidden size": (
+        {"hidden_size": 18},
+        {},
+        ["hidden_size=18", "num_attention_heads=4", "hidden_size of 20"],
+    ),
+    "overlap without chunks": ({"overlap_p2p_comm": True}, {PP: 2}, ["overlap_p2p_comm=True", "plain 1F1B"]),
+    "norms computed again": (
+        {"recompute_modules": ["core_attn", "layernorm"]},
+        {},
+        ["recompute_modules=['core_attn', 'layernorm']", "leave layernorm out"],
+    ),
     "groups": ({}, {TP: 4}, [f"num_query_groups=2 with {TP}=4", f"{TP}=2"]),
     "heads of groups": ({"num_query_groups": 3}, {}, ["num_query_groups=3", "num_attention_heads=4"]),
     "feed-forward": ({"ffn_hidden_size": 25}, {TP: 2}, ["ffn_hidden_size=25", "(26, say)"]),
@@ -231,11 +242,12 @@ def test_transformer_engine_that_is_there_needs_a_gpu(monkeypatch: pytest.Monkey
 
 
 def test_fields_that_are_not_the_users_to_give() -> None:
-    given = {"num_layer": 2, TP: 4, "params_dtype": "bf16", "activation_func": "swishy", "hidden_size": 16}
+    given = {"num_layer": 2, TP: 4, "params_dtype": "bf16", "activation_func": "swishy", "hidden_size": "1.6e1"}
     settled = {TP: 2, "params_dtype": torch.float32}
     known = {"num_layers", "hidden_size", TP, "params_dtype", "activation_func"}
     asked = {problem.asked.split("=")[0]: problem for problem in given_problems(given, settled, known)}
-    assert set(asked) == {"num_layer", TP, "params_dtype", "activation_func"}
+    assert set(asked) == {"num_layer", TP, "params_dtype", "activation_func", "hidden_size"}
+    assert "hidden_size: 16.0" in asked["hidden_size"].remedy
     assert asked["num_layer"].remedy == "did you mean num_layers?"
     assert list(given_problems({TP: 2}, settled, known)) == []
 
@@ -362,7 +374,7 @@ class LocalLayers(Own):
     """Layers as Megatron-Core makes them, norms and all."""
 
     def __init__(self, experts: bool = False) -> None:
-        super().__init__({"num_moe_experts": 4} if experts else None)
+        super().__init__({"num_moe_experts": 4, "add_bias_linear": False} if experts else None)
         self.spec = _local_spec
 
 

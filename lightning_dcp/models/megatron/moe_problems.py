@@ -24,6 +24,7 @@ def moe_problems(config: Any) -> Iterator[Problem]:
         return
     yield from _balancing_problems(config)
     yield from _capacity_problems(config)
+    yield from _router_problems(config, experts)
     yield from _layout_problems(config, experts)
 
 
@@ -63,6 +64,18 @@ def _capacity_problems(config: Any) -> Iterator[Problem]:
             yield Problem(f"{name}=True", f"tokens of a micro-batch are dropped or padded: {_CUT}", f"set {name}=False")
 
 
+def _router_problems(config: Any, experts: int) -> Iterator[Problem]:
+    chosen = _field(config, "moe_router_topk", 2)
+    if isinstance(chosen, int) and not 1 <= chosen <= experts:
+        yield Problem(f"moe_router_topk={chosen}", f"num_moe_experts={experts}", f"use 1 to {experts}")
+    if _field(config, "moe_router_topk_limited_devices"):
+        yield Problem(
+            f"moe_router_topk_limited_devices={_field(config, 'moe_router_topk_limited_devices')}",
+            "routes that depend on expert_model_parallel_size, and with them the loss",
+            "use moe_router_num_groups and moe_router_group_topk",
+        )
+
+
 def _layout_problems(config: Any, experts: int) -> Iterator[Problem]:
     expert_parallel, tensor_parallel = (
         _field(config, name, 1) or 1 for name in ("expert_model_parallel_size", "tensor_model_parallel_size")
@@ -80,6 +93,9 @@ def _layout_problems(config: Any, experts: int) -> Iterator[Problem]:
             "DCPStrategy(sequence_parallel=True), or tensor_model_parallel_size=1",
         )
     yield from _dispatcher_problems(config, expert_parallel, tensor_parallel)
+    if _field(config, "add_bias_linear"):
+        found = f"num_moe_experts={experts}: Megatron-Core's experts add biases in place, where autograd forbids it"
+        yield Problem("add_bias_linear=True", found, "add_bias_linear=False")
     if _field(config, "overlap_moe_expert_parallel_comm"):
         yield Problem(
             "overlap_moe_expert_parallel_comm=True",

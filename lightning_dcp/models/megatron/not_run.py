@@ -42,6 +42,7 @@ NOT_RUN: dict[str, tuple[str, str]] = {
     "hybrid_context_parallel": ("the strategy, which chooses CP sizes itself", _LEAVE),
     "hierarchical_context_parallel_sizes": ("CP groups that change from micro-batch to micro-batch", _LEAVE),
     "tp_comm_overlap": ("buffers of one fixed size, and micro-batches of many lengths", _LEAVE),
+    "use_ring_exchange_p2p": ("a torch without ring exchange: none that is released has it", _LEAVE),
     "gradient_accumulation_fusion": _MAIN_GRAD,
     "defer_embedding_wgrad_compute": _MAIN_GRAD,
     "delay_wgrad_compute": ("a schedule of its own, which calls the model past training_step", _LEAVE),
@@ -65,5 +66,6 @@ WITH_TRANSFORMER_ENGINE = (
     "apply_rope_fusion",
     "fused_single_qkv_rope",
     "use_te_activation_func",
+    "fused_residual_rmsnorm",
 )
 """What only Transformer Engine's layers do. Its fused rotary kernel takes one angle a token, as regions have them."""

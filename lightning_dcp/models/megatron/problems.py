@@ -108,10 +108,22 @@ def given_problems(given: Fields, settled: Fields, known: Collection[str]) -> It
         elif name in settled and value != settled[name]:
             found = f"{settled[name]!r} by DCPStrategy and Trainer(precision=...)"
             yield Problem(f"{name}={value!r} in config", found, f"leave {name} out of config, and say it there")
+        elif isinstance(value, str) and _is_number(value):
+            yield Problem(
+                f"{name}={value!r} in config", "a number as text", f"write it as a number: {name}: {float(value)!r}"
+            )
     function = given.get("activation_func")
     if isinstance(function, str) and not callable(getattr(torch.nn.functional, function, None)):
         remedy = "name one, such as silu, gelu or relu"
         yield Problem(f"activation_func={function!r} in config", "no function of torch.nn.functional", remedy)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def backend_problems(backend: str, *, on_gpu: bool) -> Iterator[Problem]:
@@ -184,9 +196,16 @@ def _split_problems(fields: Fields, topology: Topology, vocab_size: int | None) 
         for field, value in values.items():
             if isinstance(value, int) and value % size and not (field == "num_query_groups" and groups == heads):
                 yield _no_multiple(field, value, name, size)
-    if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
+    if _counts(hidden, heads) and hidden % heads and not fields.get("kv_channels"):
+        remedy = f"use a hidden_size of {-(-hidden // heads) * heads}, or give the size of a head as kv_channels"
+        yield Problem(f"hidden_size={hidden}", f"num_attention_heads={heads}, which does not divide it", remedy)
+    if _counts(heads, groups) and heads % groups:
         remedy = f"use a num_query_groups that divides {heads}"
         yield Problem(f"num_query_groups={groups}", f"num_attention_heads={heads}, no multiple of it", remedy)
+
+
+def _counts(*values: Any) -> bool:
+    return all(isinstance(value, int) and value > 0 for value in values)
 
 
 def _no_multiple(field: str, value: int, name: str, size: int) -> Problem:
@@ -216,6 +235,10 @@ def _schedule_problems(fields: Fields, topology: Topology) -> Iterator[Problem]:
         yield Problem(f"fp32_residual_connection=True with {asked}", found, "leave it out, or use one stage")
     if topology.virtual_pipeline_model_parallel_size is not None:
         yield from _interleaving_problems(fields, topology)
+    elif fields.get("overlap_p2p_comm"):
+        found = "Megatron-Core's plain 1F1B schedule, which has nothing to overlap transfers with"
+        remedy = "leave it out, or set DCPStrategy(virtual_pipeline_model_parallel_size=...)"
+        yield Problem(f"overlap_p2p_comm=True with {asked}", found, remedy)
 
 
 def _interleaving_problems(fields: Fields, topology: Topology) -> Iterator[Problem]:
@@ -248,6 +271,10 @@ def _not_run(fields: Fields, transformer_engine: bool) -> Iterator[Problem]:
     for name, (found, remedy) in NOT_RUN.items():
         if fields.get(name) not in (None, False, 0, "none"):
             yield Problem(f"{name}={_short(fields[name])}", found, remedy)
+    if not transformer_engine and "layernorm" in (fields.get("recompute_modules") or ()):
+        found = "torch's norms, whose output Megatron-Core would free while it is still needed"
+        remedy = "leave layernorm out of the list: core_attn, mlp and moe are computed again with any layers"
+        yield Problem(f"recompute_modules={fields['recompute_modules']}", found, remedy)
     for name in () if transformer_engine else WITH_TRANSFORMER_ENGINE:
         if fields.get(name):
             remedy = "leave it out, or use layers of Transformer Engine's (backend='transformer_engine', on a GPU)"
