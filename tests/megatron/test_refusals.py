@@ -69,7 +69,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["num_layers_in_first_pipeline_stage=3", "2 chunk(s) on each stage", "use a multiple of 2"],
     ),
     "heads": (
-        {"num_attention_heads": 6, "num_query_groups": 6},
+        {"hidden_size": 24, "num_attention_heads": 6, "num_query_groups": 6},
         {TP: 4},
         ["num_attention_heads=6", "that 4 does not divide", "8, say", f"{TP}=3"],
     ),
