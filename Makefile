@@ -7,11 +7,16 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 HF4 := .venv-hf4
 PY312 := .venv-py312
 
-.PHONY: demo test test-all test-hf4 test-py312 lint types tests compare gpu-check clean
+.PHONY: demo browser test test-all test-hf4 test-py312 lint types tests compare gpu-check clean
 
 ## demo: train a small model on four CPU ranks, each micro-batch with its own context-parallel size
 demo: $(VENV)/.installed
 	$(BIN)/lightning-dcp fit --config configs/demo_cpu.yaml
+
+## demo-report: train on made-up chats under budgets, on four CPU ranks, and draw how steady the steps were
+demo-report: $(VENV)/.installed
+	$(BIN)/lightning-dcp fit --config configs/chat_sft_cpu.yaml
+	$(BIN)/lightning-dcp report "$$(ls -td runs/chat/version_*/ | head -1)"
 
 ## compare: static against dynamic context parallelism on two CPU ranks
 compare: $(VENV)/.installed
@@ -37,12 +42,24 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-tests: $(VENV)/.installed-dev
+tests: $(VENV)/.installed-dev browser
 	$(BIN)/pytest -m "not slow"
 
 ## test-all: the slow ones too
-test-all: $(VENV)/.installed-dev lint types
+test-all: $(VENV)/.installed-dev browser lint types
 	$(BIN)/pytest
+
+## browser: Chromium for the tests that look at pages, where there is none and we may install it; without it they are skipped
+browser:
+	@for name in chromium chromium-browser chromium-headless-shell google-chrome google-chrome-stable; do \
+		if command -v $$name > /dev/null; then exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium > /dev/null \
+			|| echo "Chromium could not be installed: the tests that need it will be skipped" >&2; \
+	else \
+		echo "no Chromium: the tests that need it will be skipped (Debian: apt-get install chromium)" >&2; \
+	fi
 
 ## test-hf4: the tests of Hugging Face models with the last transformers 4, in an environment of its own
 test-hf4: $(HF4)/.installed

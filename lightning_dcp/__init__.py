@@ -8,16 +8,29 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dcp.batch import PackedBatch
 from lightning_dcp.batch.labels import shifted_labels
-from lightning_dcp.callbacks import GradientNorm, PerformanceMonitor, RouterReplay, RunSummary, SchedulerCallback
+from lightning_dcp.boundaries.budget import BoundaryBudget
+from lightning_dcp.boundaries.greedy import build_context_shards
+from lightning_dcp.callbacks import (
+    GradientNorm,
+    PerformanceMonitor,
+    RouterReplay,
+    RunSummary,
+    SchedulerCallback,
+    StabilityMonitor,
+)
 from lightning_dcp.errors import ConfigurationError, DCPError
 from lightning_dcp.loss import next_token_loss
 from lightning_dcp.megatron_gpt import MegatronGPT
 from lightning_dcp.models import Decoder
 from lightning_dcp.models.megatron import MegatronModel
 from lightning_dcp.schedule import CostModel, DynamicScheduler, MegatronScheduler, StaticScheduler, StepPlan
+from lightning_dcp.segments import Segment
+from lightning_dcp.stability.settings import AlarmSettings
 from lightning_dcp.strategy import DCPStrategy
 
 __all__ = [
+    "AlarmSettings",
+    "BoundaryBudget",
     "ConfigurationError",
     "CostModel",
     "DCPError",
@@ -33,8 +46,11 @@ __all__ = [
     "RouterReplay",
     "RunSummary",
     "SchedulerCallback",
+    "Segment",
+    "StabilityMonitor",
     "StaticScheduler",
     "StepPlan",
+    "build_context_shards",
     "next_token_loss",
     "shifted_labels",
 ]

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DistributedSampler
 
 from lightning_dcp.errors import ConfigurationError, PlanError, Problem, raise_problems
-from lightning_dcp.parallel.layout import LAYOUTS, build_layout
+from lightning_dcp.parallel.layout import BUDGETED, LAYOUTS, build_layout
 from lightning_dcp.schedule import Alignment, CostModel, StepPlan, load_cost_model, preset
 from lightning_dcp.schedule.choice import SchedulerChoice
 from lightning_dcp.schedule.megatron import DEFAULT_DYNAMIC, available_megatron_scheduler
@@ -70,6 +70,8 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
         if value not in allowed:
             problems.append(Problem(f"{name}={value!r}", "an unknown value", f"use one of {list(allowed)}"))
     problems += _layout_problems(strategy.layout)
+    problems += strategy.boundaries.problems()
+    problems += strategy.steadiness.problems()
     problems += _region_problems(strategy.region_names)
     problems += strategy.attention_settings.problems()
     problems += strategy.scheduler_choice.argument_problems()
@@ -217,6 +219,7 @@ def launch_problems(strategy: DCPStrategy) -> list[Problem]:
     problems = topology.problems()
     if not problems:
         problems += strategy.scheduler_choice.plane_problems(topology.plane_size)
+        problems += strategy.steadiness.plane_problems(topology.plane_size)
     if topology.world_size > 1 and strategy._start_method == "popen" and _is_interactive():
         problems.append(
             Problem(
@@ -258,6 +261,9 @@ def checkpoint_problems(strategy: DCPStrategy, *, sharded: bool) -> list[Problem
 def alignment_problems(strategy: DCPStrategy, alignment: Alignment) -> list[Problem]:
     """What does not go with the padding that a model's back end needs."""
     problems = alignment.problems(strategy.max_seqlen_per_dp_cp_rank)
+    if alignment and strategy.layout == BUDGETED:
+        found = f"a back end that needs padding ({alignment}), and cuts samples in its own way"
+        problems.append(Problem('layout="budgeted"', found, 'use layout="zigzag"; its shards are audited, too'))
     if alignment and strategy.outputs == "sharded":
         found = f"a back end that needs padding ({alignment}), which a rank's own tokens have no place for"
         problems.append(Problem('outputs="sharded"', found, 'use outputs="gathered" or "auto"'))

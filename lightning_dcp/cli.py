@@ -41,6 +41,9 @@ COMMANDS = {
     "calibrate": Command(
         "lightning_dcp.commands.calibrate", "calibrate", "Measure a model on this machine and write its cost model."
     ),
+    "densities": Command(
+        "lightning_dcp.commands.densities", "densities", "Learn from a run's record how costly each kind of segment is."
+    ),
     "bench plan": Command(
         "lightning_dcp.commands.bench_plan", "bench_plan", "Compare schedulers: quality of the plans, planning time."
     ),
@@ -53,6 +56,17 @@ COMMANDS = {
         "lightning_dcp.commands.bench_prediction",
         "bench_prediction",
         "Compare predicted with measured step times of real batches.",
+    ),
+    "bench boundaries": Command(
+        "lightning_dcp.commands.bench_boundaries",
+        "bench_boundaries",
+        "Simulate how steady steps are: uniform cuts against boundary budgets, rank order against the best ring.",
+    ),
+    "audit": Command(
+        "lightning_dcp.commands.audit", "audit", "Audit where your data is cut, and keep what is safe from breaking."
+    ),
+    "report": Command(
+        "lightning_dcp.commands.report", "report", "Write a run's stability panel: why its steps were steady, or not."
     ),
 }
 """Commands of this package; some are two words."""

@@ -86,6 +86,10 @@ class SampleTooLongError(PlanError):
         )
 
 
+class BoundaryError(PlanError):
+    """A batch that cannot be cut within its budgets; the message has every finding of the audit that matters."""
+
+
 class PlanMismatchError(PlanError):
     """Ranks of one plane hold different plans, or read different batches."""
 

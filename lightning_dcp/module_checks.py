@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.attention.settings import describe
+from lightning_dcp.attention.transformer_engine import te_ring_order_problem
 from lightning_dcp.errors import Problem, RegionError, raise_problems
 from lightning_dcp.models.discovery import find_regions
 from lightning_dcp.models.dry_run import Finding, dry_run
@@ -27,6 +28,7 @@ from lightning_dcp.models.region import Regions
 
 if TYPE_CHECKING:
     from lightning_dcp.strategy import DCPStrategy
+    from lightning_dcp.strategy.state import StrategyState
 
 
 def check_module(strategy: DCPStrategy, module: LightningModule, trainer: Trainer) -> Regions:
@@ -96,6 +98,9 @@ def check_attention(strategy: DCPStrategy, trainer: Trainer) -> None:
     precision, training = strategy.precision_plugin.forward_context, trainer.state.fn == TrainerFn.FITTING
     adapters = strategy.regions.adapters.items()
     problems = [problem for name, adapter in adapters for problem in adapter.problems_on_device(name, precision)]
+    if attends_by_engine(strategy):
+        found = te_ring_order_problem(strategy.steadiness.ring_order, scheme_in_force(strategy.attention))
+        problems += [] if found is None else [found]
     raise_problems(problems + _attention_problems(strategy.regions, set(), strategy.attention, training, precision))
 
 
@@ -143,6 +148,11 @@ def describe_attention(strategy: DCPStrategy) -> str:
         scheme = scheme_in_force(strategy.attention)
         parts.append(f"attention of {', '.join(theirs)} by {scheme}, in Transformer Engine's kernels")
     return "; ".join(parts)
+
+
+def attends_by_engine(strategy: StrategyState) -> bool:
+    """Whether any attention is Transformer Engine's, whose rings go in the order of the ranks."""
+    return bool(_engine_regions(strategy.regions))
 
 
 def _engine_regions(regions: Regions) -> list[str]:

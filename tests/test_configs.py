@@ -15,6 +15,7 @@ from lightning_dcp.parallel.layout import zigzag
 from lightning_dcp.schedule import CostModel, DynamicScheduler
 
 ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "configs/demo_cpu.yaml"
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
@@ -33,7 +34,7 @@ def test_configurations_are_parsed(config: Path) -> None:
 
 def test_the_demo_uses_every_cp_size_within_its_limit() -> None:
     """Planned as the run plans it: the demo's batches, its scheduler settings, its four ranks."""
-    config = yaml.safe_load(CONFIGS[0].read_text())
+    config = yaml.safe_load(DEMO.read_text())
     strategy, data = config["trainer"]["strategy"]["init_args"], config["data"]["init_args"]
     module = PythonLibraryDataModule(**data)
     module.setup("fit")
@@ -54,6 +55,7 @@ def test_the_demo_uses_every_cp_size_within_its_limit() -> None:
 
 def test_there_are_configurations() -> None:
     assert [path.name for path in CONFIGS] == [
+        "chat_sft_cpu.yaml",
         "demo_cpu.yaml",
         "megatron_cpu.yaml",
         "megatron_moe_gpu.yaml",
@@ -62,13 +64,13 @@ def test_there_are_configurations() -> None:
 
 
 def test_an_unknown_option_is_an_error() -> None:
-    done = parse("fit", "--config", str(CONFIGS[0]), "--trainer.strategy.init_args.dynamic_cp=true", "--print_config")
+    done = parse("fit", "--config", str(DEMO), "--trainer.strategy.init_args.dynamic_cp=true", "--print_config")
     assert done.returncode != 0
     assert "dynamic_cp" in done.stderr
 
 
 def test_mistakes_end_with_a_message_and_no_traceback() -> None:
-    done = parse("fit", "--config", str(CONFIGS[0]), "--trainer.strategy.init_args.context_parallel_size=3")
+    done = parse("fit", "--config", str(DEMO), "--trainer.strategy.init_args.context_parallel_size=3")
     assert done.returncode != 0
     assert "context_parallel_size=3" in done.stderr
     assert "use one of [1, 2, 4]" in done.stderr

@@ -257,7 +257,7 @@ def test_ranks_of_a_node_are_known_with_several_nodes(nodes: int, options: dict[
     strategy = DCPStrategy(**options)
     strategy.num_nodes = nodes
     strategy.parallel_devices = [torch.device("cpu")] * 4
-    scheduler: Any = strategy._new_planner().scheduler
+    scheduler: Any = strategy._new_scheduler(strategy._choice)
     assert scheduler.ranks == nodes * 4 // strategy.tensor_model_parallel_size
     assert scheduler.cost.ranks_per_node == expected
 

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dcp.errors import UnsupportedAttentionError
+from lightning_dcp.errors import Problem, UnsupportedAttentionError
 from lightning_dcp.parallel.context import CPContext
 from lightning_dcp.parallel.layout import zigzag
+from lightning_dcp.parallel.ring_order import from_place_0
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -63,8 +64,25 @@ def te_refusal(context: CPContext, scheme: str = "ring", modules: Sequence[nn.Mo
         reasons.append(f"Transformer Engine runs on {_DEVICE}, the pack lies on {context.device.type}")
     if context.size > 1:
         reasons.append(_layout_problem(context))
+        reasons.append(_ring_problem(context, scheme))
         reasons += [_module_problem(module, context.size, scheme) for module in modules]
     return "; ".join(dict.fromkeys(reason for reason in reasons if reason)) or None
+
+
+def te_ring_order_problem(ring_order: str | Sequence[int], scheme: str = "ring") -> Problem | None:
+    """What is wrong with a ring order for Transformer Engine's attention; None if nothing is.
+
+    Its ring is the order of the ranks in their process group: a rank's place in the group names its neighbours (in
+    ``cp_global_ranks``) and also says which chunks it sees at each hop, so the list of ranks alone cannot change it.
+
+    Args:
+        ring_order: ``rank``, ``measured``, or the plane's ranks in ring order.
+        scheme: how queries and keys come together; only ``ring`` has an order.
+    """
+    if scheme != "ring" or ring_order == "rank" or list(ring_order) == list(range(len(ring_order))):
+        return None
+    found = "Transformer Engine's attention, whose ring is the order of the ranks in their process group"
+    return Problem(f"ring_order={ring_order!r}", found, "use ring_order='rank', or another attention kernel or scheme")
 
 
 def te_arguments(context: CPContext, lengths: Sequence[int] | None = None, *, causal: bool = True) -> dict[str, Any]:
@@ -198,6 +216,12 @@ def _layout_problem(context: CPContext) -> str | None:
     if context.layout.ranks != zigzag(lengths, context.size).ranks:
         return "the layout must be zigzag: of each sample's 2c equal chunks rank r holds chunk r and chunk 2c - 1 - r"
     return None
+
+
+def _ring_problem(context: CPContext, scheme: str) -> str | None:
+    if scheme != "ring" or from_place_0(context.ring) == tuple(range(context.size)):
+        return None
+    return f"its ring is the order of the ranks in their process group, not {context.ring}"
 
 
 def _module_problem(module: Any, size: int, scheme: str) -> str | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dcp.batch.packed import PackedBatch
+from lightning_dcp.batch.segments import SEGMENTS, BatchSegments, as_batch_segments, segments_checksum
 from lightning_dcp.batch.sequences import PackedSequences, SequenceView
 from lightning_dcp.batch.targets import count_targets
 from lightning_dcp.errors import BatchError
@@ -58,8 +60,18 @@ class BatchView(ABC):
             BatchError: a mask that cannot be read, or a tensor that can be read in more than one way.
         """
 
+    @cached_property
+    def segments(self) -> BatchSegments | None:
+        """The segments of each sample, from the batch's ``segments``; ``None`` if it has none.
+
+        Raises:
+            BatchError: segments that do not fit the samples, or of samples that have several sequences each.
+        """
+        given = self.batch.segments if isinstance(self.batch, PackedBatch) else self.batch.get(SEGMENTS)
+        return as_batch_segments(given, self.lengths, self.sample_ids)
+
     def check(self) -> None:
-        """Raise :class:`BatchError` for an empty batch or an empty sample."""
+        """Raise :class:`BatchError` for an empty batch, an empty sample, or segments that cannot be read."""
         if not self.lengths:
             raise BatchError("the batch holds no sample")
         empty = [name for name, length in zip(self.sample_ids, self.lengths, strict=True) if length == 0]
@@ -67,6 +79,7 @@ class BatchView(ABC):
             raise BatchError(
                 f"empty sample(s) {empty}: every sample needs at least one token; leave them out of the data"
             )
+        _ = self.segments  # read, so that what is wrong with them is found before a plan is made
 
     def target_counts(self) -> tuple[int, ...]:
         """Targets of each sample: what a token-mean loss divides by.
@@ -81,12 +94,12 @@ class BatchView(ABC):
         return count_targets(self.batch, self._one_layout())
 
     def fingerprint(self) -> int:
-        """A checksum over all tensors of the batch: equal on ranks that read the same batch."""
+        """A checksum over all tensors and segments of the batch: equal on ranks that read the same batch."""
         checksum = 0
         for value in _tensors(self.batch):
             plain = (value.values() if value.is_nested else value).detach().cpu().contiguous()
             checksum = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
-        return checksum
+        return segments_checksum(self.segments, checksum)
 
     @property
     def packed(self) -> bool:

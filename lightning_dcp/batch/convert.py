@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_dcp.batch.masks import padding_mask
 from lightning_dcp.batch.packed import PackedBatch, cumulative, token_axis
+from lightning_dcp.batch.segments import SEGMENTS
 from lightning_dcp.errors import BatchError
 
 PADDING_VALUES: dict[str, int] = {"labels": -100, "shift_labels": -100}
 """What padding holds, by field, where it is not 0."""
 
 
-def padded_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | None = None) -> PackedBatch:
+def padded_to_packed(batch: Mapping[str, Any], sample_ids: Sequence[int] | None = None) -> PackedBatch:
     """Pack a padded dict: every ``[B, T, ...]`` field loses its padding; ``attention_mask`` becomes the boundaries.
 
-    ``position_ids`` may also be ``[k, B, T]``, which gives ``[k, 1, T]``.
+    ``position_ids`` may also be ``[k, B, T]``, which gives ``[k, 1, T]``. ``segments``, one list a row, are kept.
 
     Raises:
         BatchError: a mask that cannot be read, or a field that is not per-token.
@@ -27,7 +28,7 @@ def padded_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | No
     real = padding_mask(batch)
     fields = {}
     for name, field in batch.items():
-        if name == "attention_mask":
+        if name in ("attention_mask", SEGMENTS):
             continue
         if isinstance(field, Tensor) and name == "position_ids" and field.shape[1:] == real.shape:
             fields[name] = field[:, real].unsqueeze(1)
@@ -37,13 +38,16 @@ def padded_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | No
                 f"field {name!r} is not per-token ([{real.shape[0]}, {real.shape[1]}, ...]): cannot be packed"
             )
         fields[name] = field[real].unsqueeze(0)
-    return PackedBatch(fields, cumulative(real.sum(1).tolist(), real.device), sample_ids)
+    lengths = cumulative(real.sum(1).tolist(), real.device)
+    return PackedBatch(fields, lengths, sample_ids, batch.get(SEGMENTS))
 
 
 def packed_to_padded(
     batch: PackedBatch, *, padding_side: Literal["right", "left"] = "right", length: int | None = None
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The inverse of :func:`padded_to_packed`: fields ``[B, T, ...]`` and an ``attention_mask`` (int64 ``[B, T]``).
+
+    Segments become a list with one entry a sample, ``segments``.
 
     Args:
         batch: the packed batch.
@@ -56,14 +60,18 @@ def packed_to_padded(
     lengths = torch.tensor(batch.lengths, device=batch.device).unsqueeze(1)
     columns = torch.arange(width, device=batch.device).unsqueeze(0)
     real = columns < lengths if padding_side == "right" else columns >= width - lengths
-    out = {}
+    out: dict[str, Any] = {}
     for name, field in batch.fields.items():
         if token_axis(name, field, batch.num_tokens) == 2:
             out[name] = torch.stack([_padded(kind[0], real, 0) for kind in field])
         else:
             out[name] = _padded(field[0], real, PADDING_VALUES.get(name, 0))
     out["attention_mask"] = real.long()
-    return out
+    return out | _segments_of(batch)
+
+
+def _segments_of(batch: PackedBatch) -> dict[str, Any]:
+    return {} if batch.segments is None else {SEGMENTS: list(batch.segments)}
 
 
 def _padded(tokens: Tensor, real: Tensor, padding: int) -> Tensor:
@@ -93,10 +101,12 @@ def jagged_offsets(value: Tensor) -> Tensor:
     return offsets
 
 
-def jagged_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | None = None) -> PackedBatch:
-    """Pack a dict whose fields are all jagged nested tensors with the same lengths."""
+def jagged_to_packed(batch: Mapping[str, Any], sample_ids: Sequence[int] | None = None) -> PackedBatch:
+    """Pack a dict whose fields are all jagged nested tensors with the same lengths; its ``segments`` are kept."""
     fields, offsets = {}, None
     for name, field in batch.items():
+        if name == SEGMENTS:
+            continue
         if not is_jagged(field):
             raise BatchError(f"field {name!r} is not a jagged nested tensor: cannot be packed")
         own = jagged_offsets(field)
@@ -106,11 +116,13 @@ def jagged_to_packed(batch: Mapping[str, Tensor], sample_ids: Sequence[int] | No
         fields[name] = field.values().unsqueeze(0)
     if offsets is None:
         raise BatchError("a jagged batch needs at least one field")
-    return PackedBatch(fields, offsets, sample_ids)
+    return PackedBatch(fields, offsets, sample_ids, batch.get(SEGMENTS))
 
 
-def packed_to_jagged(batch: PackedBatch) -> dict[str, Tensor]:
+def packed_to_jagged(batch: PackedBatch) -> dict[str, Any]:
     """The inverse of :func:`jagged_to_packed`: fields as nested tensors ``[B, (T), ...]`` that share their offsets.
+
+    Segments become a list with one entry a sample, ``segments``.
 
     Raises:
         BatchError: ``position_ids`` of shape ``[k, 1, T]``, which has no jagged form.
@@ -121,4 +133,5 @@ def packed_to_jagged(batch: PackedBatch) -> dict[str, Tensor]:
                 f"{name} of shape {tuple(field.shape)} has no jagged form: leave it out, or use padded rows"
             )
     offsets = batch.cu_seqlens.long()
-    return {name: torch.nested.nested_tensor_from_jagged(field[0], offsets) for name, field in batch.fields.items()}
+    fields = {name: torch.nested.nested_tensor_from_jagged(field[0], offsets) for name, field in batch.fields.items()}
+    return fields | _segments_of(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_dcp.batch.base import BatchView
 from lightning_dcp.batch.fields import like, sample_ids, select_samples
+from lightning_dcp.batch.segments import SEGMENTS, BatchSegments
 from lightning_dcp.batch.sequences import PaddedSequences, SequenceView, read_rows
 from lightning_dcp.batch.single import PaddedView
 from lightning_dcp.batch.targets import TARGETS, count_sample_targets, per_sample
@@ -57,6 +58,22 @@ class FamiliesView(BatchView):
         self.lengths = tuple(map(sum, zip(*(family.lengths for family in self.families.values()), strict=True)))
         self.sample_ids = sample_ids(batch, len(self.lengths))
         self._refuse_unowned()
+
+    @cached_property
+    def segments(self) -> BatchSegments | None:
+        """``None``: segments lie in one sequence, and samples have several here.
+
+        Raises:
+            BatchError: the batch has some.
+        """
+        named = [
+            name for name in (SEGMENTS, *(p + SEGMENTS for p in self.families)) if self.batch.get(name) is not None
+        ]
+        if named:
+            raise BatchError(
+                f"{named[0]}: samples of several sequences each, such as pairs of answers, have no segments: leave the key out"
+            )
+        return None
 
     def _fields(self, prefix: str) -> dict[str, Any]:
         return {name[len(prefix) :]: value for name, value in self.batch.items() if self._owners[name] == prefix}

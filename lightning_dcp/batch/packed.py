@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dcp.batch.segments import BatchSegments, as_batch_segments
 from lightning_dcp.errors import BatchError
 
 
@@ -25,13 +27,23 @@ class PackedBatch:
         fields: per-token tensors by name, each ``[1, T, ...]``; all share T.
         cu_seqlens: cumulative lengths, ``int32 [S + 1]``, from 0 to T, where S is the number of samples.
         sample_ids: one id a sample (default ``0..S-1``); they survive selection and name samples in errors.
+        segments: the parts of each sample, one list of :class:`~lightning_dcp.segments.Segment` a sample; ``None``: samples
+            have none.
+
+    Attributes:
+        segments: the same, checked; they survive selection and moves.
 
     Raises:
-        BatchError: a field of another shape, or boundaries that do not rise from 0 to T.
+        BatchError: a field of another shape, boundaries that do not rise from 0 to T, or segments that do not fit their
+            samples.
     """
 
     def __init__(
-        self, fields: Mapping[str, Tensor], cu_seqlens: Tensor, sample_ids: Sequence[int] | None = None
+        self,
+        fields: Mapping[str, Tensor],
+        cu_seqlens: Tensor,
+        sample_ids: Sequence[int] | None = None,
+        segments: Sequence[Sequence[Any] | None] | None = None,
     ) -> None:
         self.fields = dict(fields)
         if cu_seqlens.dim() != 1:
@@ -40,6 +52,7 @@ class PackedBatch:
         self._lengths = tuple(int(n) for n in torch.diff(self.cu_seqlens.cpu()).tolist())
         self.sample_ids = tuple(range(len(self._lengths))) if sample_ids is None else tuple(sample_ids)
         self._check()
+        self.segments: BatchSegments | None = as_batch_segments(segments, self._lengths, self.sample_ids)
 
     def _check(self) -> None:
         if len(self.cu_seqlens) < 2 or int(self.cu_seqlens[0]) != 0:
@@ -60,7 +73,10 @@ class PackedBatch:
 
     @classmethod
     def from_samples(
-        cls, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[int] | None = None
+        cls,
+        samples: Sequence[Mapping[str, Tensor]],
+        sample_ids: Sequence[int] | None = None,
+        segments: Sequence[Sequence[Any] | None] | None = None,
     ) -> PackedBatch:
         """Pack samples given as mappings of per-token tensors ``[L_i, ...]`` with the same keys."""
         if not samples:
@@ -70,7 +86,7 @@ class PackedBatch:
             raise BatchError(f"samples must have the same fields; found {sorted({str(sorted(s)) for s in samples})}")
         lengths = [len(sample[names[0]]) for sample in samples]
         fields = {name: torch.cat([sample[name] for sample in samples]).unsqueeze(0) for name in names}
-        return cls(fields, cumulative(lengths, fields[names[0]].device), sample_ids)
+        return cls(fields, cumulative(lengths, fields[names[0]].device), sample_ids, segments)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -96,12 +112,12 @@ class PackedBatch:
         """Like :meth:`torch.Tensor.to`, for the fields; the boundaries move along and stay int32."""
         fields = {name: field.to(*args, **kwargs) for name, field in self.fields.items()}  # type: ignore[call-overload]
         moved = next(iter(fields.values())).device
-        return PackedBatch(fields, self.cu_seqlens.to(moved), self.sample_ids)
+        return PackedBatch(fields, self.cu_seqlens.to(moved), self.sample_ids, self.segments)
 
     def pin_memory(self) -> PackedBatch:
         """A copy in page-locked memory, as ``DataLoader(pin_memory=True)`` asks for."""
         fields = {name: field.pin_memory() for name, field in self.fields.items()}
-        return PackedBatch(fields, self.cu_seqlens.pin_memory(), self.sample_ids)
+        return PackedBatch(fields, self.cu_seqlens.pin_memory(), self.sample_ids, self.segments)
 
     def select(self, indices: Sequence[int]) -> PackedBatch:
         """The samples at these indices (into this batch, not ids), in the order given."""
@@ -113,7 +129,9 @@ class PackedBatch:
             name: cut_tokens(field, spans, token_axis(name, field, tokens)) for name, field in self.fields.items()
         }
         lengths = [self._lengths[i] for i in indices]
-        return PackedBatch(fields, cumulative(lengths, self.device), [self.sample_ids[i] for i in indices])
+        ids = [self.sample_ids[i] for i in indices]
+        segments = None if self.segments is None else [self.segments[i] for i in indices]
+        return PackedBatch(fields, cumulative(lengths, self.device), ids, segments)
 
     def split(self, field: Tensor) -> list[Tensor]:
         """Cut a per-token tensor ``[1, T, ...]`` into one ``[L_i, ...]`` a sample.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dcp.errors import Problem, raise_problems
 from lightning_dcp.segments import Segment
@@ -42,3 +42,14 @@ class BoundaryBudget:
     def is_dense(self, segment: Segment) -> bool:
         """Whether a segment's tokens count as dense."""
         return segment.density >= self.dense_from
+
+    def within(self, max_seqlen_per_dp_cp_rank: int) -> BoundaryBudget:
+        """The same budget where a rank may hold no more than a plan gives it."""
+        tokens = (
+            max_seqlen_per_dp_cp_rank if self.max_tokens is None else min(self.max_tokens, max_seqlen_per_dp_cp_rank)
+        )
+        return replace(self, max_tokens=tokens)
+
+
+DEFAULT_BUDGET = BoundaryBudget()
+"""Where nobody says anything: no limits beyond the plan's own."""

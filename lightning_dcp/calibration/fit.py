@@ -155,7 +155,7 @@ class _Rows:
         hidden = np.zeros(len(self.seconds), dtype=bool)
         found: list[tuple[float, CostModel]] = []
         for _ in range(8):
-            cost = self._cost(_non_negative(self._design(overlap, hidden), np.ones(len(hidden))), overlap)
+            cost = self._cost(non_negative_least_squares(self._design(overlap, hidden), np.ones(len(hidden))), overlap)
             found.append((self._error(cost), cost))
             before, hidden = hidden, np.array([self._is_hidden(cost, o) for o in self.observations])
             if (before == hidden).all():
@@ -198,10 +198,14 @@ class _Rows:
         return o.cp_size > 1 and exposed == 0.0
 
 
-def _non_negative(design: FloatArray, wanted: FloatArray) -> FloatArray:
+def non_negative_least_squares(design: FloatArray, wanted: FloatArray) -> FloatArray:
     """Least squares with no negative value: the best of all sets of columns whose own solution is positive.
 
-    There are at most seven columns, so all sets can be tried.
+    All sets are tried, so there can be a dozen columns at most.
+
+    Args:
+        design: ``[rows, columns]``.
+        wanted: ``[rows]``.
     """
     least = _NOTHING * float(np.linalg.norm(wanted))
     scale = np.linalg.norm(design, axis=0)

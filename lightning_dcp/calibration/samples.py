@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dcp.batch import PackedBatch, packed_to_jagged, packed_to_padded
+from lightning_dcp.batch.segments import SEGMENTS
 from lightning_dcp.batch.view import BatchView, JaggedView, PackedView, PaddedView, view
 from lightning_dcp.errors import BatchError
 
@@ -45,7 +46,8 @@ class SampleSource:
             n: self._view.flatten(t) for n, t in tensors.items() if n != "attention_mask" and self._view.per_token(t)
         }
         self._tokens: dict[str, Tensor] = flat
-        self._others = {name: value for name, value in fields.items() if name not in flat}
+        # Segments are of these lengths; made-up samples have none.
+        self._others = {name: value for name, value in fields.items() if name not in flat and name != SEGMENTS}
 
     def batch(self, lengths: Sequence[int]) -> Any:
         """A batch of samples of these lengths, in the format of the real one."""

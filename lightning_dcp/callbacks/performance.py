@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_dcp.callbacks.timed import TimedBatches, scheduler_of
-from lightning_dcp.errors import Problem, raise_problems
+from lightning_dcp.callbacks.timed import TimedBatches, log_values, number_problems, scheduler_of
+from lightning_dcp.errors import raise_problems
 from lightning_dcp.metrics import BusyShare, ModelFlopUtilization, PaddingShare, StepTime, TokenThroughput
 from lightning_dcp.parallel.context import region_tokens
 from lightning_dcp.schedule.plan import Pack
@@ -57,16 +57,7 @@ class PerformanceMonitor(TimedBatches):
         utilization: ModelFlopUtilization | None = None,
         prefix: str = "perf/",
     ) -> None:
-        lowest = {"every_n_batches": (every_n_batches, 1), "warmup_batches": (warmup_batches, 0)}
-        raise_problems(
-            [
-                Problem(
-                    f"{name}={value!r}", f"not a whole number of {least} or more", f"give {name} of {least} or more"
-                )
-                for name, (value, least) in lowest.items()
-                if not isinstance(value, int) or value < least
-            ]
-        )
+        raise_problems(number_problems(every_n_batches=(every_n_batches, 1), warmup_batches=(warmup_batches, 0)))
         self.every_n_batches, self.warmup_batches, self.prefix = every_n_batches, warmup_batches, prefix
         self.tokens, self.busy, self.padding = TokenThroughput(), BusyShare(), PaddingShare()
         self.step_time, self.utilization = StepTime(quantiles), utilization
@@ -135,10 +126,7 @@ class PerformanceMonitor(TimedBatches):
         }
         if self.utilization is not None:
             values["mfu"] = self.utilization.compute()
-        named = {self.prefix + name: value for name, value in values.items()}
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        trainer._logger_connector.log_metrics(dict(named), step=step)
-        trainer.callback_metrics.update(named)
+        log_values(trainer, {self.prefix + name: value for name, value in values.items()})
         for metric in self._metrics:
             metric.reset()
         self._counted = 0

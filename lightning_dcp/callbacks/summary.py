@@ -104,7 +104,7 @@ class RunSummary(TimedBatches):
         }
         if any(self.padding):
             rows["padding, of the tokens computed"] = f"{sum(self.padding) / sum((*self.padding, *self.tokens)):.1%}"
-        rows |= _schemes_row(trainer)
+        rows |= _schemes_row(trainer) | _audit_row(trainer)
         validation = trainer.callback_metrics.get(self.validation_metric)
         if validation is not None:
             rows["validation loss"] = f"{float(validation):.4f}"
@@ -113,6 +113,12 @@ class RunSummary(TimedBatches):
         for name, value in rows.items():
             table.add_row(name, value)
         return table
+
+
+def _audit_row(trainer: Trainer) -> dict[str, str]:
+    """What audits of boundaries found, where there is a budget."""
+    audits = getattr(trainer.strategy, "audits", None)
+    return {} if audits is None or not audits.summary else {"findings of boundary audits": audits.summary}
 
 
 def _schemes_row(trainer: Trainer) -> dict[str, str]:

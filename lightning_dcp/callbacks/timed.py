@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
 from lightning_dcp.errors import ConfigurationError, Problem
@@ -61,3 +64,24 @@ def scheduler_of(trainer: Trainer, asking: Callback) -> SchedulerCallback:
             ]
         )
     return found
+
+
+def log_values(trainer: Trainer, values: Mapping[str, float | Tensor]) -> None:
+    """Hand values that are the same on all ranks to the trainer's loggers, and to ``trainer.callback_metrics``."""
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    tensors = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in values.items()}
+    trainer._logger_connector.log_metrics(dict(tensors), step=step)
+    trainer.callback_metrics.update(tensors)
+
+
+def number_problems(**numbers: tuple[Any, int]) -> list[Problem]:
+    """What is wrong with arguments that are whole numbers.
+
+    Args:
+        numbers: by name, the value and the least that it may be.
+    """
+    return [
+        Problem(f"{name}={value!r}", f"not a whole number of {least} or more", f"give {name} of {least} or more")
+        for name, (value, least) in numbers.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < least
+    ]

@@ -18,8 +18,9 @@ def parse(function: Callable[..., Any], args: Sequence[str], *, prog: str) -> di
     """The keyword arguments for ``function`` that a command line asks for.
 
     Beside what jsonargparse takes, options may be spelt with dashes, switches need no value, and lists may be given as
-    several words or by repeating the option. ``--config`` reads options from YAML, unless the function has an argument
-    of that name. Bad options end the process with status 2, ``--help`` with 0.
+    several words or by repeating the option. Words that belong to no option are the required arguments that were not named,
+    in their order (lists must be named). ``--config`` reads options from YAML, unless the function has an argument of that
+    name. Bad options end the process with status 2, ``--help`` with 0.
 
     Args:
         function: annotated, described by a docstring with a section of arguments.
@@ -27,7 +28,10 @@ def parse(function: Callable[..., Any], args: Sequence[str], *, prog: str) -> di
         prog: the command, for messages.
     """
     short, _, _ = (inspect.getdoc(function) or "").partition("\n")
-    parser = ArgumentParser(prog=prog, description=f"{short} Options may be spelt with dashes, too.")
+    description = f"{short} Options may be spelt with dashes, too."
+    if unnamed := _without_name(function):
+        description += f" Without their names may be given: {', '.join(unnamed)}."
+    parser = ArgumentParser(prog=prog, description=description)
     names = inspect.signature(function).parameters
     if "config" not in names:
         parser.add_argument("--config", action="config", help="YAML file of options")
@@ -56,18 +60,32 @@ def _normalised(function: Callable[..., Any], args: Sequence[str]) -> list[str]:
     switches = {name for name, hint in hints.items() if hint is bool}
     lists = {name: item for name, hint in hints.items() if (item := _item_type(hint)) is not None}
     words: list[str] = []
+    loose: list[str] = []
     collected: dict[str, list[str]] = {}
-    for name, given in _options(args):
+    options = list(_options(args))
+    for name, given in options:
         first = given[0] if given else ""
         if name is None:
-            words += given
+            (words if first.startswith("-") else loose).extend(given)
         elif name in lists and not first.startswith("["):
             collected.setdefault(name, []).extend(given)
         elif name in switches and first.lower() not in ("true", "false"):
-            words += [f"--{name}=true", *given]
+            words.append(f"--{name}=true")
+            loose += given
         else:
-            words += [f"--{name}={first}" if given else f"--{name}", *given[1:]]
-    return words + [f"--{name}={_as_list(values, lists[name])}" for name, values in collected.items()]
+            words.append(f"--{name}={first}" if given else f"--{name}")
+            loose += given[1:]
+    words += [f"--{name}={_as_list(values, lists[name])}" for name, values in collected.items()]
+    named = {name for name, _ in options}
+    free = [name for name in _without_name(function) if name not in named]
+    return [*words, *(f"--{name}={word}" for name, word in zip(free, loose, strict=False)), *loose[len(free) :]]
+
+
+def _without_name(function: Callable[..., Any]) -> list[str]:
+    """Arguments that must be given and hold one value."""
+    hints = get_type_hints(function)
+    required = (name for name, p in inspect.signature(function).parameters.items() if p.default is p.empty)
+    return [name for name in required if _item_type(hints[name]) is None]
 
 
 def _options(args: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:

@@ -1,5 +1,16 @@
-"""Data: documents of very mixed lengths, byte-level tokens, collate functions, and loaders that can be resumed."""
+"""Data: documents of very mixed lengths, chats, byte-level tokens, collate functions, and loaders that can be resumed."""
 
+from lightning_dcp.data.chat import (
+    DENSITIES,
+    ChatByteTokenizer,
+    ChatDataModule,
+    ChatDataset,
+    ChatDocument,
+    ChatSample,
+    MadeUpChatDataModule,
+    MessagesDataModule,
+    made_up_chat,
+)
 from lightning_dcp.data.collate import COLLATORS, BatchFormat, collate_jagged, collate_packed, collate_padded
 from lightning_dcp.data.dataset import TokenDataset, TokenSample
 from lightning_dcp.data.documents import Document, python_library_documents, text_documents
@@ -11,11 +22,19 @@ from lightning_dcp.data.tokenizer import ByteTokenizer
 
 __all__ = [
     "COLLATORS",
+    "DENSITIES",
     "BatchFormat",
     "ByteTokenizer",
+    "ChatByteTokenizer",
+    "ChatDataModule",
+    "ChatDataset",
+    "ChatDocument",
+    "ChatSample",
     "Document",
     "DocumentDataModule",
     "EpochSampler",
+    "MadeUpChatDataModule",
+    "MessagesDataModule",
     "PythonLibraryDataModule",
     "ResumableLoader",
     "TextDataModule",
@@ -24,6 +43,7 @@ __all__ = [
     "collate_jagged",
     "collate_packed",
     "collate_padded",
+    "made_up_chat",
     "pick_documents",
     "python_library_documents",
     "split_of",

@@ -20,10 +20,10 @@ def argument_problems(
 ) -> list[Problem]:
     """Problems of the arguments all data modules share."""
     problems = [
-        *_whole("batch_size", batch_size, at_least=1),
-        *_whole("max_length", max_length, at_least=2),
-        *_whole("num_workers", num_workers, at_least=0),
-        *([] if limit is None else _whole("limit", limit, at_least=1)),
+        *whole_number_problems("batch_size", batch_size, at_least=1),
+        *whole_number_problems("max_length", max_length, at_least=2),
+        *whole_number_problems("num_workers", num_workers, at_least=0),
+        *([] if limit is None else whole_number_problems("limit", limit, at_least=1)),
     ]
     if not isinstance(format, str) or format not in COLLATORS:
         problems.append(Problem(f"format={format!r}", "no such batch format", f"one of {', '.join(COLLATORS)}"))
@@ -45,7 +45,8 @@ def suffix_problems(suffixes: Sequence[str]) -> list[Problem]:
     return [Problem(asked, f"without a dot: {', '.join(map(repr, undotted))}", remedy)] if undotted else []
 
 
-def _whole(name: str, value: object, *, at_least: int) -> list[Problem]:
+def whole_number_problems(name: str, value: object, *, at_least: int) -> list[Problem]:
+    """The problem of a value that is no whole number of so much or more."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
         return []
     return [Problem(f"{name}={value!r}", f"not a whole number of {at_least} or more", f"{name}={at_least} or more")]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_dcp.batch import PackedBatch, packed_to_jagged, packed_to_padded
+from lightning_dcp.batch.segments import SEGMENTS
 
 BatchFormat = Literal["packed", "padded", "jagged"]
 """Names of the batch formats."""
@@ -20,22 +21,26 @@ def collate_packed(samples: Samples) -> PackedBatch:
     """Samples one after another, without padding; ``sample_ids`` are the samples' ``index`` in their data set.
 
     Every tensor of a sample is taken as a per-token field ``[L, ...]``. Samples without ``index`` are numbered 0, 1...
+    A sample's ``segments``, a list of :class:`~lightning_dcp.segments.Segment`, become those of the batch; if some samples
+    have them, the others have none.
     """
     fields = [{name: value for name, value in sample.items() if isinstance(value, Tensor)} for sample in samples]
     indexed = all("index" in sample for sample in samples)
-    return PackedBatch.from_samples(fields, [sample["index"] for sample in samples] if indexed else None)
+    ids = [sample["index"] for sample in samples] if indexed else None
+    segments = [sample.get(SEGMENTS) for sample in samples] if any(SEGMENTS in s for s in samples) else None
+    return PackedBatch.from_samples(fields, ids, segments)
 
 
-def collate_padded(samples: Samples) -> dict[str, Tensor]:
+def collate_padded(samples: Samples) -> dict[str, Any]:
     """``[B, T]`` fields padded on the right (``input_ids`` with 0, ``labels`` with -100) and an ``attention_mask``.
 
-    Indices are dropped: a padded dict holds per-token fields only.
+    Indices are dropped; ``segments``, where samples have them, are a list with one entry a sample.
     """
     return packed_to_padded(collate_packed(samples))
 
 
-def collate_jagged(samples: Samples) -> dict[str, Tensor]:
-    """Nested tensors of jagged layout, ``[B, (T)]``; indices are dropped, as in :func:`collate_padded`."""
+def collate_jagged(samples: Samples) -> dict[str, Any]:
+    """Nested tensors of jagged layout, ``[B, (T)]``; indices and ``segments`` as in :func:`collate_padded`."""
     return packed_to_jagged(collate_packed(samples))
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from lightning_dcp.data.files import reason, search, walk
-from lightning_dcp.data.jsonl import read_json_line, scan_json_lines
+from lightning_dcp.data.files import FoundFiles, reason, search, walk
+from lightning_dcp.data.jsonl import JsonLine, read_json_line, scan_json_lines, text_of_line
 from lightning_dcp.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
@@ -51,6 +52,9 @@ class Document:
         return text
 
 
+D = TypeVar("D", bound=Document)
+
+
 def python_library_documents() -> list[Document]:
     """The ``.py`` files of the running Python's standard library, one document a file, sorted by relative path.
 
@@ -62,13 +66,7 @@ def python_library_documents() -> list[Document]:
         DataError: files that cannot be read, or a Python that comes without its sources.
     """
     found = walk(Path(sysconfig.get_paths()["stdlib"]), suffixes=(".py",), without=NOT_STANDARD_LIBRARY)
-    documents, problems = [], list(found.problems)
-    for path in found.paths:
-        files, complaints = _file_document(path, name=found.name(path))
-        documents += files
-        problems += complaints
-    _raise_all(problems)
-    documents = [document for document in documents if document.size]
+    documents = [document for document in gather(found, _file_document) if document.size]
     if not documents:
         raise DataError(f"this Python comes without the sources of its standard library: searched {found.searched}")
     return documents
@@ -87,43 +85,60 @@ def text_documents(
     Raises:
         DataError: nothing matched; or files or lines that are empty or cannot be read, all of them in one error.
     """
-    found = search(path_or_glob, suffixes=suffixes)
-    documents, problems = [], list(found.problems)
-    for path in found.paths:
+
+    def documents_of(path: Path, name: str) -> tuple[list[Document], list[str]]:
         if path.suffix.lower() == ".jsonl":
-            samples, complaints = _line_documents(path, name=found.name(path), text_field=text_field)
-        else:
-            samples, complaints = _file_document(path, name=found.name(path))
-            complaints += [f"{path}: is empty" for sample in samples if not sample.size]
-        documents += samples
-        problems += complaints
-    _raise_all(problems)
+            return _line_documents(path, name, text_field)
+        documents, complaints = _file_document(path, name)
+        return documents, [*complaints, *(f"{path}: is empty" for document in documents if not document.size)]
+
+    found = search(path_or_glob, suffixes=suffixes)
+    documents = gather(found, documents_of)
     if not documents:
         raise DataError(f"no text found: searched {found.searched}")
     return documents
 
 
-def _file_document(path: Path, *, name: str) -> tuple[list[Document], list[str]]:
-    """The document of one file, or a complaint."""
-    try:
-        with path.open("rb") as file:  # opened, so that a missing permission shows now rather than mid-epoch
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        return [], [reason(error)]
+def gather(found: FoundFiles, documents_of: Callable[[Path, str], tuple[list[D], list[str]]]) -> list[D]:
+    """The documents of all files that were found, in order.
+
+    Args:
+        found: the files.
+        documents_of: from a file's path and name to its documents and complaints, one a bad line.
+
+    Raises:
+        DataError: all complaints, those of the search too.
+    """
+    documents, problems = [], list(found.problems)
+    for path in found.paths:
+        try:
+            listed, complaints = documents_of(path, found.name(path))
+        except OSError as error:
+            listed, complaints = [], [reason(error)]
+        documents += listed
+        problems += complaints
+    _raise_all(problems)
+    return documents
+
+
+def _file_document(path: Path, name: str) -> tuple[list[Document], list[str]]:
+    """The document of one file."""
+    with path.open("rb") as file:  # opened, so that a missing permission shows now rather than mid-epoch
+        size = os.fstat(file.fileno()).st_size
     return [Document(name, size, path.read_bytes)], []
 
 
-def _line_documents(path: Path, *, name: str, text_field: str) -> tuple[list[Document], list[str]]:
+def _line_documents(path: Path, name: str, text_field: str) -> tuple[list[Document], list[str]]:
     """The documents of one JSON Lines file, one a line, and complaints."""
-    try:
-        lines, complaints = scan_json_lines(path, text_field=text_field)
-    except OSError as error:
-        return [], [reason(error)]
+    lines, complaints = scan_json_lines(path, lambda raw: len(text_of_line(raw, text_field=text_field)))
     documents = [
-        Document(f"{name}:{line.number}", line.text_size, partial(read_json_line, path, line, text_field))
-        for line in lines
+        Document(f"{name}:{line.number}", size, partial(_read_text, path, line, text_field)) for line, size in lines
     ]
     return documents, complaints
+
+
+def _read_text(path: Path, line: JsonLine, text_field: str) -> bytes:
+    return text_of_line(read_json_line(path, line), text_field=text_field)
 
 
 def _raise_all(problems: Sequence[str]) -> None:

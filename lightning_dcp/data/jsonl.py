@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from lightning_dcp.data.tokenizer import utf8
 from lightning_dcp.errors import DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -21,17 +24,17 @@ class JsonLine:
         number: line number, from 1.
         offset: first byte of the line in the file.
         num_bytes: bytes of the line.
-        text_size: bytes of the text in it, as UTF-8.
     """
 
     number: int
     offset: int
     num_bytes: int
-    text_size: int
 
 
-def scan_json_lines(path: Path, *, text_field: str) -> tuple[list[JsonLine], list[str]]:
-    """Every sample of a JSON Lines file, and one complaint a bad line; blank lines are no samples.
+def scan_json_lines(path: Path, read: Callable[[bytes], T]) -> tuple[list[tuple[JsonLine, T]], list[str]]:
+    """Every sample of a JSON Lines file with what ``read`` makes of its line, and one complaint a bad line.
+
+    Blank lines are no samples; a line is bad if ``read`` raises :class:`DataError`.
 
     Raises:
         OSError: the file cannot be read.
@@ -39,21 +42,36 @@ def scan_json_lines(path: Path, *, text_field: str) -> tuple[list[JsonLine], lis
     lines, complaints = [], []
     for number, offset, raw in _raw_lines(path):
         try:
-            size = len(text_of_line(raw, text_field=text_field))
+            found = read(raw)
         except DataError as error:
             complaints.append(f"{path}:{number}: {error}")
         else:
-            lines.append(JsonLine(number, offset, len(raw), size))
+            lines.append((JsonLine(number, offset, len(raw)), found))
     if not lines and not complaints:
         complaints.append(f"{path}: holds no samples (no line that is not blank)")
     return lines, complaints
 
 
-def read_json_line(path: Path, line: JsonLine, text_field: str) -> bytes:
-    """The text of one line that :func:`scan_json_lines` found."""
+def read_json_line(path: Path, line: JsonLine) -> bytes:
+    """The bytes of one line that :func:`scan_json_lines` found."""
     with path.open("rb") as file:
         file.seek(line.offset)
-        return text_of_line(file.read(line.num_bytes), text_field=text_field)
+        return file.read(line.num_bytes)
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in one line.
+
+    Raises:
+        DataError: anything else.
+    """
+    try:
+        sample = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not valid JSON ({error})") from error
+    if not isinstance(sample, dict):
+        raise DataError(f"not a JSON object but a {type(sample).__name__}")
+    return sample
 
 
 def text_of_line(raw: bytes, *, text_field: str) -> bytes:
@@ -62,12 +80,7 @@ def text_of_line(raw: bytes, *, text_field: str) -> bytes:
     Raises:
         DataError: not a JSON object, or no text in its ``text_field``.
     """
-    try:
-        sample = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not valid JSON ({error})") from error
-    if not isinstance(sample, dict):
-        raise DataError(f"not a JSON object but a {type(sample).__name__}")
+    sample = json_object(raw)
     if text_field not in sample:
         raise DataError(f"no field {text_field!r}; the fields are {sorted(sample)}")
     text = sample[text_field]

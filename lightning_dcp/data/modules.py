@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import lightning as L
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dcp.data.arguments import argument_problems, suffix_problems
 from lightning_dcp.data.collate import COLLATORS, BatchFormat
-from lightning_dcp.data.dataset import TokenDataset
+from lightning_dcp.data.dataset import DocumentDataset, TokenDataset
 from lightning_dcp.data.documents import TEXT_SUFFIXES, Document, python_library_documents, text_documents
 from lightning_dcp.data.sampler import EpochSampler
 from lightning_dcp.data.split import pick_documents, split_of
@@ -68,12 +69,16 @@ class DocumentDataModule(L.LightningDataModule):
         self.drop_last = drop_last
         self.pin_memory = pin_memory
         self.persistent_workers = persistent_workers
-        self.tokenizer = ByteTokenizer()
-        self.train_dataset: TokenDataset | None = None
-        self.val_dataset: TokenDataset | None = None
+        self.train_dataset: DocumentDataset | None = None
+        self.val_dataset: DocumentDataset | None = None
         raise_problems(self.problems())
 
-    def documents(self) -> list[Document]:
+    @cached_property
+    def tokenizer(self) -> Any:
+        """What makes tokens of text."""
+        return ByteTokenizer()
+
+    def documents(self) -> Sequence[Document]:
         """All documents there are, before ``limit`` and the split; a subclass says which."""
         raise NotImplementedError(f"{type(self).__name__} must define documents()")
 
@@ -102,8 +107,8 @@ class DocumentDataModule(L.LightningDataModule):
         for document in documents:
             sides[split_of(document.id, self.val_fraction)].append(document)
         self._check_split(len(sides["train"]), len(sides["val"]))
-        self.val_dataset = self._dataset(sides["val"])
-        self.train_dataset = self._dataset(sides["train"])
+        self.val_dataset = self.dataset(sides["val"])
+        self.train_dataset = self.dataset(sides["train"])
 
     def _check_split(self, train: int, val: int) -> None:
         counts = f"{train + val} document(s) at val_fraction={self.val_fraction} (limit={self.limit})"
@@ -114,7 +119,8 @@ class DocumentDataModule(L.LightningDataModule):
             remedy = "lower batch_size or set drop_last=False"
             raise DataError(f"{counts} {split}: drop_last=True leaves no batch of {self.batch_size}; {remedy}")
 
-    def _dataset(self, documents: Sequence[Document]) -> TokenDataset:
+    def dataset(self, documents: Sequence[Document]) -> DocumentDataset:
+        """The data set of one side of the split."""
         return TokenDataset(documents, max_length=self.max_length, tokenizer=self.tokenizer)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -143,7 +149,7 @@ class DocumentDataModule(L.LightningDataModule):
         """The validation documents, in order."""
         return self.test_dataloader()
 
-    def _loader(self, dataset: TokenDataset, **options: Any) -> DataLoader[Any]:
+    def _loader(self, dataset: DocumentDataset, **options: Any) -> DataLoader[Any]:
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
@@ -194,7 +200,7 @@ class TextDataModule(DocumentDataModule):
         return text_documents(self.path, text_field=self.text_field, suffixes=self.suffixes)
 
 
-def _ready(dataset: TokenDataset | None) -> TokenDataset:
+def _ready(dataset: DocumentDataset | None) -> DocumentDataset:
     if dataset is None:
         raise DataError("the data module is not set up yet: call setup() first (the trainer does)")
     return dataset

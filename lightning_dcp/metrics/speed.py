@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_dcp.errors import ConfigurationError, Problem, raise_problems
+from lightning_dcp.errors import Problem, raise_problems
 
 
 def non_negative(**values: float) -> None:
@@ -20,6 +20,14 @@ def non_negative(**values: float) -> None:
     """
     remedy = "give a measured time in seconds, or a count, of 0 or more"
     raise_problems([Problem(f"{n}={v}", "not a number of 0 or more", remedy) for n, v in values.items() if not v >= 0])
+
+
+def quantile_problems(quantiles: Sequence[float]) -> list[Problem]:
+    """What is wrong with quantiles."""
+    if quantiles and all(0 <= q <= 1 for q in quantiles):
+        return []
+    remedy = "give numbers between 0 and 1, such as (0.5, 0.99)"
+    return [Problem(f"quantiles={list(quantiles)}", "no shares of the steps", remedy)]
 
 
 class TokenThroughput(Metric):
@@ -91,9 +99,7 @@ class StepTime(Metric):
 
     def __init__(self, quantiles: Sequence[float] = (0.5, 0.99), **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if not quantiles or any(not 0 <= q <= 1 for q in quantiles):
-            remedy = "give numbers between 0 and 1, such as (0.5, 0.99)"
-            raise ConfigurationError([Problem(f"quantiles={list(quantiles)}", "no shares of the steps", remedy)])
+        raise_problems(quantile_problems(quantiles))
         self.quantiles = tuple(quantiles)
         self.add_state("seconds", [], dist_reduce_fx="cat")
 

@@ -16,6 +16,7 @@ from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.exchange import Exchange, GroupExchange
 from lightning_dcp.parallel.groups import CPGroup
 from lightning_dcp.parallel.layout import PackLayout, build_layout
+from lightning_dcp.parallel.ring_order import from_place_0
 from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 
 
@@ -51,6 +52,16 @@ class CPContext:
     def size(self) -> int:
         """Ranks of the group, c."""
         return self.group.size
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """The group's places in the order in which hops visit them: 0, 1, ..., c - 1 unless asked otherwise."""
+        return self.exchange.ring
+
+    def holder(self, hop: int) -> int:
+        """Whose share this rank has after so many hops: its own after none and after c."""
+        ring = self.ring
+        return ring[(ring.index(self.rank) - hop) % self.size]
 
     @cached_property
     def num_local_tokens(self) -> int:
@@ -202,6 +213,7 @@ def make_context(
     exchange: Exchange | None = None,
     token_multiple: int = 1,
     alignment: Alignment = NO_ALIGNMENT,
+    ring: Sequence[int] | None = None,
 ) -> CPContext:
     """The context of a pack of samples with these lengths.
 
@@ -215,10 +227,12 @@ def make_context(
         exchange: communication inside the group, by default that of its process group.
         token_multiple: a region's module sees a multiple of so many tokens on each rank.
         alignment: the padding that samples get for a region's module.
+        ring: the group's places in the order in which hops visit them, by default that of ``exchange``. Who holds which
+            tokens does not depend on it.
 
     Raises:
         PlanError: no tokens, or a layout for other samples or another number of ranks, or one that is not told by its name
-            where samples are padded.
+            where samples are padded; a ring that is no permutation of the group's places, or not that of ``exchange``.
     """
     padded = None
     if isinstance(layout, str):
@@ -232,7 +246,9 @@ def make_context(
             f"a pack of samples of {tuple(lengths)} tokens on {group.size} ranks, with a layout of {chosen.lengths} on "
             f"{chosen.size}: both must be the same, and hold a token"
         )
-    ways = exchange or GroupExchange(group, rank, clock or WaitClock())
+    ways = exchange or GroupExchange(group, rank, clock or WaitClock(), ring)
+    if ring is not None and from_place_0(ring) != from_place_0(ways.ring):
+        raise PlanError(f"a context with the ring {tuple(ring)}, of an exchange with the ring {ways.ring}")
     return CPContext(group, rank, chosen, torch.device(device), ways, token_multiple, alignment, padded)
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.groups import CPGroup
+from lightning_dcp.parallel.hop_times import HopMark
+from lightning_dcp.parallel.ring_order import checked_ring
 
 
 class Transfer(Protocol):
@@ -34,6 +36,19 @@ class Exchange(ABC):
 
     rank: int
     size: int
+    _ring: tuple[int, ...] | None = None
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """The group's places in the order in which hops visit them; the last one's next is the first."""
+        return self._ring or tuple(range(self.size))
+
+    @property
+    def neighbours(self) -> tuple[int, int]:
+        """The places that this rank's hops go to and come from."""
+        ring = self.ring
+        own = ring.index(self.rank)
+        return ring[(own + 1) % self.size], ring[own - 1]
 
     @abstractmethod
     def start_hop(self, tensors: Sequence[Tensor], tokens: int, *, tag: int) -> Transfer:
@@ -73,32 +88,39 @@ class GroupExchange(Exchange):
         group: the CP group.
         rank: this rank's place in it.
         clock: adds up the time this rank waits.
+        ring: the group's places in the order in which hops visit them; by default that of the ranks.
+
+    Raises:
+        PlanError: a ring that is no permutation of the group's places.
     """
 
-    def __init__(self, group: CPGroup, rank: int, clock: WaitClock) -> None:
+    def __init__(self, group: CPGroup, rank: int, clock: WaitClock, ring: Sequence[int] | None = None) -> None:
         self.rank, self.size = rank, group.size
+        self._ring = None if ring is None else checked_ring(ring, group.size)
         self._group, self._clock = group, clock
 
     def start_hop(self, tensors: Sequence[Tensor], tokens: int, *, tag: int) -> Transfer:  # noqa: D102
-        ranks, handle = self._group.global_ranks, self._group.handle
-        following, previous = ranks[(self.rank + 1) % self.size], ranks[(self.rank - 1) % self.size]
+        handle = self._group.handle
+        following, previous = (self._group.global_ranks[place] for place in self.neighbours)
         sent = _one_message(tensors)
         shapes = [torch.Size((tokens, *t.shape[1:])) for t in tensors]
         received = sent.new_empty(sum(shape.numel() for shape in shapes))
+        mark = self._clock.hop_posted(previous, following, received.nbytes, sent.nbytes)
         ops = []
         # An empty share is not sent; both ends know from the layout that it is empty.
-        if sent.numel():
-            ops.append(dist.P2POp(dist.isend, sent, following, handle, tag))
         if received.numel():
             ops.append(dist.P2POp(dist.irecv, received, previous, handle, tag))
-        return _Hop(sent, received, shapes, dist.batch_isend_irecv(ops) if ops else [], self._clock)
+        if sent.numel():
+            ops.append(dist.P2POp(dist.isend, sent, following, handle, tag))
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return Hop(sent, received, shapes, works, self._clock, mark, previous)
 
     def all_gather(self, local: Tensor, tokens: Sequence[int]) -> Tensor:  # noqa: D102
         if self.size == 1:
             return local
         padded = _padded(local, max(tokens))
         received = padded.new_empty((self.size, *padded.shape))
-        with self._clock.waiting():
+        with self._clock.collective(self._group.global_ranks):
             dist.all_gather(list(received.unbind()), padded, group=self._group.handle)
         if min(tokens) == max(tokens):
             return received.flatten(0, 1)
@@ -120,7 +142,7 @@ class GroupExchange(Exchange):
     def _native_reduce_scatter(self, parts: Sequence[Tensor], largest: int) -> Tensor:
         padded = torch.cat([_padded(part, largest) for part in parts])
         received = padded.new_empty((largest, *padded.shape[1:]))
-        with self._clock.waiting():
+        with self._clock.collective(self._group.global_ranks):
             dist.reduce_scatter_tensor(received, padded, group=self._group.handle)
         return received[: len(parts[self.rank])]
 
@@ -129,7 +151,7 @@ class GroupExchange(Exchange):
             return list(parts)
         sizes = [torch.Size(shape).numel() for shape in shapes]
         received = parts[0].new_empty(sum(sizes))
-        with self._clock.waiting():
+        with self._clock.collective(self._group.global_ranks):
             dist.all_to_all_single(
                 received,
                 _one_message(parts),
@@ -140,26 +162,53 @@ class GroupExchange(Exchange):
         return [part.view(*shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
 
 
-class _Hop:
-    """A hop by ``torch.distributed``."""
+class Hop:
+    """A hop by ``torch.distributed``.
+
+    Args:
+        sent: must live until the transfer ends.
+        received: what comes in, flat.
+        shapes: of the tensors in it.
+        works: of the incoming message, if there is one, and of the outgoing one; or one of both (NCCL).
+        clock: where waiting is counted.
+        mark: gets the times of this hop, where they are wanted.
+        source: rank in the world from which the incoming message comes.
+    """
 
     def __init__(
         self,
-        sent: Tensor,
+        sent: Tensor | None,
         received: Tensor,
         shapes: Sequence[torch.Size],
         works: Sequence[dist.Work],
         clock: WaitClock,
+        mark: HopMark | None,
+        source: int,
     ) -> None:
-        self._sent: Tensor | None = sent  # must live until the transfer ends
-        self._received, self._shapes, self._works, self._clock = received, shapes, works, clock
+        self._sent = sent
+        self._received, self._shapes, self._works, self._clock, self._mark = received, shapes, works, clock, mark
+        self.source = source
 
     def wait(self) -> list[Tensor]:
+        """The tensors that came in, once both directions are done."""
+        mark = self._mark
         with self._clock.waiting():
-            for work in self._works:
+            if mark is not None:
+                mark.begins()
+            self._receive()
+            if mark is not None:
+                mark.received()
+            for work in self._works[1:]:
                 work.wait()
+            if mark is not None:
+                mark.ends()
         self._sent, self._works = None, ()  # works hold on to what was sent
         return split_message(self._received, self._shapes)
+
+    def _receive(self) -> None:
+        """Wait for what comes in; where nothing does, for what is sent."""
+        if self._works:
+            self._works[0].wait()
 
 
 def split_message(message: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -19,7 +19,7 @@ class CPGroup:
 
     Attributes:
         handle: its process group; None for a group of one rank, which never communicates.
-        global_ranks: its ranks in the world, in ring order.
+        global_ranks: its ranks in the world, by place in the group.
     """
 
     handle: dist.ProcessGroup | None

@@ -183,7 +183,13 @@ def _append(chunks: list[Chunk], chunk: Chunk) -> None:
         chunks.append(chunk)
 
 
-LAYOUTS: dict[str, Callable[[Sequence[int], int], PackLayout]] = {"zigzag": zigzag, "contiguous": contiguous}
+BUDGETED = "budgeted"
+"""The layout of :mod:`lightning_dcp.boundaries`: cuts at borders of segments, under budgets."""
+LAYOUTS: dict[str, Callable[[Sequence[int], int], PackLayout]] = {
+    "zigzag": zigzag,
+    "contiguous": contiguous,
+    BUDGETED: zigzag,  # of samples without segments; those that have some are laid out when the batch is planned
+}
 """The layouts that a plan can name."""
 
 

@@ -13,7 +13,9 @@ from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.exchange import Exchange, GroupExchange
 from lightning_dcp.parallel.groups import ParallelGroups
 
-_SMALL, _LARGE = 64, 1 << 22  # bytes of a message
+SMALL, LARGE = 64, 1 << 22
+"""Bytes of the messages that links are measured with."""
+
 _REPEATS = 7
 _TAG = 2  # no other transfers are under way when links are measured
 
@@ -54,32 +56,33 @@ def measure_links(groups: ParallelGroups, device: torch.device) -> dict[int, Lin
 
 def hop_seconds(exchange: Exchange, device: torch.device) -> tuple[float, float]:
     """Seconds of a small and of a large hop of this rank's group, all of whose ranks call this."""
-    small, large = (_hop_seconds(exchange, nbytes, device) for nbytes in (_SMALL, _LARGE))
+    small, large = (_hop_seconds(exchange, nbytes, device) for nbytes in (SMALL, LARGE))
     return small, large
 
 
 def as_link(small_s: float, large_s: float) -> Link:
     """What these times say; beside a large message the latency is next to nothing."""
-    return Link(_rounded(small_s), _rounded(_LARGE / large_s))
+    return Link(rounded(small_s), rounded(LARGE / large_s))
 
 
 def _hop_seconds(exchange: Exchange, nbytes: int, device: torch.device) -> float:
     message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     times = []
     for _ in range(_REPEATS + 1):
-        start = _now(device)
+        start = now(device)
         exchange.start_hop([message], nbytes, tag=_TAG).wait()
-        times.append(_now(device) - start)
+        times.append(now(device) - start)
     return min(times[1:])  # the first use of a group is slow, and what disturbs a hop only ever makes it slower
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """The power of two next to a positive number."""
     mantissa, exponent = math.frexp(value)
     return math.ldexp(1.0, exponent if mantissa >= math.sqrt(0.5) else exponent - 1)
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds of this rank's clock when a device has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

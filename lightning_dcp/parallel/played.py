@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_dcp.parallel.exchange import Exchange, Transfer
 from lightning_dcp.parallel.groups import CPGroup
+from lightning_dcp.parallel.ring_order import checked_ring
 
 T = TypeVar("T")
 
@@ -46,10 +47,15 @@ class PlayedGroup:
     Args:
         size: ranks, c.
         device: on which all of them compute; work on a CUDA device is waited for before a rank's clock stops.
+        ring: the places in the order in which hops visit them; by default that of the ranks.
+
+    Raises:
+        PlanError: a ring that is no permutation of the places.
     """
 
-    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, size: int, device: torch.device | str = "cpu", ring: Sequence[int] | None = None) -> None:
         self.size, self.device = size, torch.device(device)
+        self.ring = None if ring is None else checked_ring(ring, size)
         self.group = CPGroup(None, tuple(range(size)))
         self.ranks = [PlayedRank() for _ in range(size)]
         self._baton = threading.Condition()
@@ -103,7 +109,7 @@ class _PlayedExchange(Exchange):
     """One rank's communication in a played group."""
 
     def __init__(self, played: PlayedGroup, rank: int) -> None:
-        self.rank, self.size = rank, played.size
+        self.rank, self.size, self._ring = rank, played.size, played.ring
         self._played, self._record = played, played.ranks[rank]
         self._counts: dict[Any, int] = {}
         self._since = 0.0
@@ -118,7 +124,7 @@ class _PlayedExchange(Exchange):
 
     def start_hop(self, tensors: Sequence[Tensor], tokens: int, *, tag: int) -> Transfer:
         number = self._next(("hop", tag))
-        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        following, previous = self.neighbours
         self.stop_clock()
         for i, tensor in enumerate(tensors):
             self._post(following, ("hop", tag, number, i), tensor)

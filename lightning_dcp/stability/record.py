@@ -45,6 +45,9 @@ class RankTime:
         transfer_s: seconds that it waited for what was on its way, collectives included.
         expected_s: seconds of computing that the plan's cost model predicts for its packs.
         memory_bytes: peak of device memory, or of the process on a CPU.
+        expected_parts: of ``expected_s`` what is overhead of packs, what is linear in tokens and what is attention; empty if
+            nothing was predicted.
+        queued_s: of ``busy_s`` the seconds in which it could have gone on but had no core, where the system tells (Linux).
     """
 
     rank: int
@@ -53,6 +56,8 @@ class RankTime:
     transfer_s: float
     expected_s: float
     memory_bytes: int = 0
+    expected_parts: tuple[float, ...] = ()
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class PackTime:
         sample_ids: of the pack's samples.
         intervals: its time, in order; neighbours of one kind are one.
         tokens_by_kind: tokens of each kind of segment on this rank, where samples have segments.
+        sample_tokens: tokens of each of the samples, on all ranks of the group; empty in records that do not tell.
     """
 
     number: int
@@ -93,6 +99,7 @@ class PackTime:
     sample_ids: tuple[Any, ...] = ()
     intervals: tuple[Interval, ...] = ()
     tokens_by_kind: dict[str, int] = field(default_factory=dict)
+    sample_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,7 @@ class StepRecord:
         predicted_s: by the plan; None if its scheduler predicts nothing.
         ranks: by place in the plane.
         links: those that carried something, by source and target.
+        probes: those that carry nothing and were tried before the step: a few messages between these two ranks alone.
         packs: of all ranks, where they were asked for.
         events: alarms and actions at the step's end.
     """
@@ -141,6 +149,7 @@ class StepRecord:
     links: tuple[LinkTime, ...] = ()
     packs: tuple[PackTime, ...] = ()
     events: tuple[Event, ...] = ()
+    probes: tuple[LinkTime, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able values; :meth:`from_json` reads them back."""
@@ -154,6 +163,7 @@ class StepRecord:
                 **p
                 | {
                     "sample_ids": tuple(p["sample_ids"]),
+                    "sample_tokens": tuple(p.get("sample_tokens", ())),
                     "intervals": tuple(Interval(**i) for i in p["intervals"]),
                 }
             )
@@ -164,8 +174,9 @@ class StepRecord:
             data["seconds"],
             data["tokens"],
             data["predicted_s"],
-            tuple(RankTime(**r) for r in data["ranks"]),
+            tuple(RankTime(**r | {"expected_parts": tuple(r.get("expected_parts", ()))}) for r in data["ranks"]),
             tuple(LinkTime(**value) for value in data["links"]),
             packs,
             tuple(Event(**e) for e in data["events"]),
+            tuple(LinkTime(**value) for value in data.get("probes", ())),
         )

@@ -9,19 +9,48 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_dcp.batch.view import view
+from lightning_dcp.batch.view import BatchView, view
+from lightning_dcp.boundaries.settle import Settled
 from lightning_dcp.errors import PlanError
 from lightning_dcp.schedule.alignment import NO_ALIGNMENT, Alignment
 from lightning_dcp.schedule.plan import Scheduler, StepPlan
+from lightning_dcp.segments import SampleSegments
 
 KEPT = 16
 """Plans kept for batches that have not come yet; as many in a row that are never asked for end planning ahead."""
 
-Lengths = tuple[int, ...]
-Checked = tuple[StepPlan, int]
-"""A plan that keeps its rules, and its digest."""
+Checked = tuple[Settled, int]
+"""A plan that keeps its rules, with the layouts of its packs, and its digest."""
+
+
+class Samples(NamedTuple):
+    """What planning knows of a batch.
+
+    Attributes:
+        lengths: tokens of each sample.
+        ids: a name for each sample, for messages.
+        segments: of each sample, if they have any.
+    """
+
+    lengths: tuple[int, ...]
+    ids: tuple[Any, ...] = ()
+    segments: tuple[SampleSegments, ...] | None = None
+
+    @classmethod
+    def of(cls, batch: BatchView) -> Samples:
+        """The samples of a batch."""
+        return cls(tuple(batch.lengths), tuple(batch.sample_ids), batch.segments)
+
+
+Settle = Callable[[StepPlan, Samples], Settled]
+"""Lays out the packs of a plan, and may change it, by what samples are made of."""
+
+
+def as_planned(plan: StepPlan, samples: Samples) -> Settled:
+    """Layouts by their names in the plan, whatever samples are made of."""
+    return Settled(plan)
 
 
 @dataclass(frozen=True)
@@ -29,16 +58,21 @@ class Planned:
     """The plan of one batch, and what it cost the step.
 
     Attributes:
-        plan: checked.
+        settled: the plan, checked, with the layouts of its packs and their audit.
         digest: of the plan.
         ready: whether the plan was there when the step asked for it.
         waited_s: seconds that the step was held up by planning.
     """
 
-    plan: StepPlan
+    settled: Settled
     digest: int
     ready: bool
     waited_s: float
+
+    @property
+    def plan(self) -> StepPlan:
+        """Who does what."""
+        return self.settled.plan
 
 
 @dataclass
@@ -73,20 +107,28 @@ class PlanAhead:
         enabled: ``False`` leaves all planning to the steps.
         alignment: the padding that the model's back end needs, with which every plan must keep its rules; schedulers that
             know nothing of padding may make them.
+        settle: lays out the packs of each plan.
 
     Attributes:
-        scheduler: makes the plans.
+        scheduler: makes the plans; :meth:`replace_scheduler` puts another in its place.
         counts: what happened so far.
     """
 
     def __init__(
-        self, scheduler: Scheduler, ranks: int, *, enabled: bool = True, alignment: Alignment = NO_ALIGNMENT
+        self,
+        scheduler: Scheduler,
+        ranks: int,
+        *,
+        enabled: bool = True,
+        alignment: Alignment = NO_ALIGNMENT,
+        settle: Settle = as_planned,
     ) -> None:
         self.scheduler = scheduler
         self.counts = PlanCounts()
         self._ranks = ranks
         self._enabled = enabled
         self._alignment = alignment
+        self._settle = settle
         self._turn = Lock()
         self._thread: Thread | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -111,20 +153,27 @@ class PlanAhead:
             self._open_jobs.popleft().withdraw()
         self._jobs.put(job)
 
-    def plan(self, lengths: Sequence[int]) -> Planned:
+    def plan(self, samples: Samples) -> Planned:
         """The plan of the batch whose step begins.
 
         Raises:
             PlanError: the scheduler's own errors, and plans that break the rules or are for another batch or plane.
+            BoundaryError: shards over their budgets, if these are to be kept.
         """
         start = time.perf_counter()
-        wanted = tuple(lengths)
-        job = self._claim(wanted)
+        job = self._claim(samples)
         ready = job is not None and job.result.done()
         checked = None if job is None else job.result.result()
-        plan, digest = self._make(wanted) if checked is None else checked
+        settled, digest = self._make(samples) if checked is None else checked
         ready = ready and checked is not None
-        return self._counted(Planned(plan, digest, ready, time.perf_counter() - start), submitted=job is not None)
+        return self._counted(Planned(settled, digest, ready, time.perf_counter() - start), submitted=job is not None)
+
+    def replace_scheduler(self, scheduler: Scheduler) -> None:
+        """Plan by another scheduler from the next step on: plans that are made already are dropped."""
+        with self._turn:
+            self.scheduler = scheduler
+        while self._open_jobs:
+            self._open_jobs.pop().withdraw()
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the thread; one that is in the middle of a plan is not waited for any longer than ``timeout_s``."""
@@ -136,10 +185,11 @@ class PlanAhead:
             self._thread.join(timeout_s)
             self._thread = None
 
-    def _claim(self, lengths: Lengths) -> _Job | None:
-        """The oldest job for a batch of these lengths; it is no longer open then."""
+    def _claim(self, wanted: Samples) -> _Job | None:
+        """The oldest job for a batch of such samples; it is no longer open then."""
         for job in self._open_jobs:
-            if job.lengths.result() == lengths:  # waits for a job that is not begun: it may be the one
+            found = job.samples.result()  # waits for a job that is not begun: it may be the one
+            if found is not None and (found.lengths, found.segments) == (wanted.lengths, wanted.segments):
                 self._open_jobs.remove(job)
                 self._unclaimed = 0
                 return job
@@ -156,7 +206,8 @@ class PlanAhead:
         while (job := self._jobs.get()) is not None:
             job.run(self._make)
 
-    def _make(self, lengths: Lengths) -> Checked:
+    def _make(self, samples: Samples) -> Checked:
+        lengths = samples.lengths
         with self._turn:
             plan = self.scheduler.schedule(lengths)
         if not isinstance(plan, StepPlan):
@@ -168,38 +219,41 @@ class PlanAhead:
             raise PlanError(f"the plan is for lengths {_short(plan.lengths)}, but the batch has {_short(lengths)}")
         if plan.ranks != self._ranks:
             raise PlanError(f"the plan is for {plan.ranks} rank(s), but the plane has {self._ranks}")
-        return plan, plan.digest()
+        settled = self._settle(plan, samples)
+        if settled.plan is not plan:
+            settled.plan.validate()
+        return settled, settled.plan.digest()
 
 
 class _Job:
     """One batch to plan.
 
     Attributes:
-        lengths: of its samples, once they are known; ``None`` if the batch is none that can be read.
+        samples: what planning knows of them, once that is read; ``None`` if the batch is none that can be read.
         result: the plan, once it is made; ``None`` if that failed.
     """
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
-        self.lengths: Future[Lengths | None] = Future()
+        self.samples: Future[Samples | None] = Future()
         self.result: Future[Checked | None] = Future()
 
     def withdraw(self) -> None:
         """Give the job up, unless it is begun."""
-        if self.lengths.cancel():
+        if self.samples.cancel():
             self._batch = None
 
-    def run(self, make: Callable[[Lengths], Checked]) -> None:
+    def run(self, make: Callable[[Samples], Checked]) -> None:
         """Plan the batch, in the thread."""
-        if not self.lengths.set_running_or_notify_cancel():
+        if not self.samples.set_running_or_notify_cancel():
             return
         batch, self._batch = self._batch, None
         try:
-            lengths = view(batch).lengths
-            self.lengths.set_result(lengths)
-            self.result.set_result(make(lengths))
+            samples = Samples.of(view(batch))
+            self.samples.set_result(samples)
+            self.result.set_result(make(samples))
         except BaseException:  # whatever it is, the step must not wait for ever
-            for future in (self.lengths, self.result):
+            for future in (self.samples, self.result):
                 if not future.done():
                     future.set_result(None)
 

@@ -167,4 +167,7 @@ def _join_batches(outputs: Sequence[PackOutput]) -> PackedBatch:
     }
     order = sorted(_entries(outputs, lambda o: zip(o.value.sample_ids, o.value.lengths, strict=True)))
     lengths = [length for _, (_, length) in order]
-    return PackedBatch(fields, cumulative(lengths), [sample_id for _, (sample_id, _) in order])
+    segments = None
+    if all(o.value.segments is not None for o in outputs):
+        segments = [own for _, own in sorted(_entries(outputs, lambda o: o.value.segments), key=lambda entry: entry[0])]
+    return PackedBatch(fields, cumulative(lengths), [sample_id for _, (sample_id, _) in order], segments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,10 @@ from torch.utils import _pytree as pytree
 from lightning_dcp.errors import BatchError, RegionError
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.randomness import seeded
+from lightning_dcp.parallel.rank_times import RankSummary
+from lightning_dcp.stability.record import StepRecord
 from lightning_dcp.step.agreement import Attempt, compare
+from lightning_dcp.step.control import StepControl
 from lightning_dcp.step.logs import PackLogs, WeightedLogs, mark_loss, recording, replay
 from lightning_dcp.step.metrics import counted_once, metrics_of, metrics_of_batch
 from lightning_dcp.step.outputs import PackOutput, join_outputs
@@ -43,11 +47,13 @@ class BatchResult:
         output: the output in the batch's order, as one call would have returned it.
         busy: for each place in the plane the seconds that its packs ran without waiting for others.
         seconds: the longest that a rank took for its packs.
+        record: what was measured of a training step; None where nothing is.
     """
 
     output: Any
     busy: tuple[float, ...]
     seconds: float
+    record: StepRecord | None = None
 
 
 RunAll = Callable[[Sequence[PackWork], Callable[[PackWork], None]], None]
@@ -66,6 +72,7 @@ def run_packs(
     after: AfterStep,
     outputs: OutputsChoice = GATHERED,
     run_all: RunAll | None = None,
+    control: StepControl | None = None,
 ) -> BatchResult:
     """Run a step on every pack of this rank, then join outputs and logs over the plane.
 
@@ -77,7 +84,10 @@ def run_packs(
         after: what happens to each output at once (backward, in training).
         outputs: whether the step sees whole samples or this rank's tokens; decided here while it is not.
         run_all: runs the packs; by default one after another.
+        control: watches the step; None: it is not timed.
     """
+    if control is not None:
+        control.begin()
     start, waited = time.perf_counter(), scheduled.clock.seconds
     with metrics_of_batch(module, scheduled.groups.control) as windows:
         runner = _PackRunner(scheduled, module, regions, step, after, windows, outputs)
@@ -87,9 +97,12 @@ def run_packs(
             run_all(list(scheduled.works()), runner.run)
         seconds = time.perf_counter() - start
         busy = seconds - (scheduled.clock.seconds - waited)
-    return _join(
-        scheduled, module, _RankResult(scheduled.groups.rank, runner.results, busy, seconds, runner.verdict), outputs
-    )
+    summary = None
+    if control is not None:
+        with scheduled.clock.waiting():
+            summary = control.finish()
+    own = _RankResult(scheduled.groups.rank, runner.results, busy, seconds, runner.verdict, summary)
+    return _join(scheduled, module, own, outputs, control)
 
 
 def _one_by_one(works: Iterable[PackWork], run: Callable[[PackWork], None]) -> None:
@@ -123,11 +136,14 @@ class _PackRunner:
 
     def run(self, work: PackWork) -> None:
         """Run one pack; keep the result where this rank speaks for its group."""
-        if self.outputs.sharded and can_be_sharded(work):
-            work = self._shard(work)
-        kept, logs = self._step(work, counted=work.leader)
-        if work.number == self.trial and can_be_sharded(work):
-            self.verdict = self._try_sharded(work)
+        recorder = self.scheduled.clock.recorder
+        with nullcontext() if recorder is None else recorder.pack(self.scheduled.share(work)):
+            if self.outputs.sharded and can_be_sharded(work):
+                work = self._shard(work)
+            kept, logs = self._step(work, counted=work.leader)
+            if work.number == self.trial and can_be_sharded(work):
+                with nullcontext() if recorder is None else recorder.paused():
+                    self.verdict = self._try_sharded(work)
         if work.leader:
             self.results.append(PackResult(work.number, work.weight, kept, logs))
 
@@ -175,10 +191,15 @@ class _RankResult:
     busy: float
     seconds: float
     verdict: str | None
+    summary: RankSummary | None
 
 
 def _join(
-    scheduled: ScheduledBatch, module: LightningModule, own: _RankResult, outputs_choice: OutputsChoice
+    scheduled: ScheduledBatch,
+    module: LightningModule,
+    own: _RankResult,
+    outputs_choice: OutputsChoice,
+    control: StepControl | None,
 ) -> BatchResult:
     every: list[Any] = [None] * len(scheduled.groups.world_ranks)
     with scheduled.clock.waiting():
@@ -191,7 +212,8 @@ def _join(
     outputs = [_pack_output(packs[r.number].samples, scheduled.plan.lengths, r) for r in in_order]
     output = join_outputs(outputs, packed=scheduled.view.packed)
     output = pytree.tree_map_only(Tensor, lambda t: t.to(scheduled.device), output)
-    return BatchResult(output, _busy(every), max(rank.seconds for rank in every))
+    record = None if control is None else control.join(scheduled.plan, [rank.summary for rank in every])
+    return BatchResult(output, _busy(every), max(rank.seconds for rank in every), record)
 
 
 def _busy(every: Sequence[_RankResult]) -> tuple[float, ...]:

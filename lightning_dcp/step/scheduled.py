@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,15 +12,21 @@ import torch.distributed as dist
 
 from lightning_dcp.attention.options import DEFAULT, AttentionOptions
 from lightning_dcp.batch.view import BatchView, view
+from lightning_dcp.boundaries.budget import DEFAULT_BUDGET, BoundaryBudget
 from lightning_dcp.errors import PlanMismatchError, SampleTooLongError
 from lightning_dcp.loss.weighting import LossNormalization, pack_weight
 from lightning_dcp.models.pack import ActivePack
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.groups import ParallelGroups
+from lightning_dcp.parallel.layout import PackLayout
 from lightning_dcp.parallel.randomness import seed_of
+from lightning_dcp.parallel.rank_times import PackShare
 from lightning_dcp.schedule.plan import Pack, StepPlan
-from lightning_dcp.step.ahead import PlanAhead, Planned
+from lightning_dcp.segments import SampleSegments
+from lightning_dcp.stability.governor import Fallback
+from lightning_dcp.step.ahead import PlanAhead, Planned, Samples
+from lightning_dcp.step.pack_share import dense_tokens, pack_share
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class ScheduledBatch:
         seed: of this batch; each pack's own seed follows from it.
         token_multiple: a region's module sees a multiple of so many tokens on each rank.
         gradient_scale: factor of a gradient that does not come through the step's loss.
+        state: ring orders and exchange schemes in force; None: rings in the order of the ranks.
+        budget: says which segments are dense.
     """
 
     view: BatchView
@@ -81,6 +89,8 @@ class ScheduledBatch:
     seed: int = 0
     token_multiple: int = 1
     gradient_scale: float = 1.0
+    state: Fallback | None = None
+    budget: BoundaryBudget = DEFAULT_BUDGET
 
     @property
     def plan(self) -> StepPlan:
@@ -112,6 +122,39 @@ class ScheduledBatch:
             if self.groups.rank in pack.ranks:
                 yield self._work(number, pack)
 
+    def _layout(self, number: int) -> PackLayout | None:
+        """The layout of a pack that does not follow from its name in the plan."""
+        layouts = self.planned.settled.layouts
+        return layouts[number] if layouts else None
+
+    def segments_of(self, pack: Pack) -> list[SampleSegments] | None:
+        """The segments of a pack's samples; None if samples have none."""
+        segments = self.view.segments
+        return None if segments is None else [segments[sample] for sample in pack.samples]
+
+    def _ring(self, number: int, pack: Pack) -> tuple[int, ...] | None:
+        """The places of a pack's group in ring order; None for the order of the ranks."""
+        if self.state is None or self.state.orders.is_by_rank:
+            return None
+        layout, segments = self._layout(number), self.segments_of(pack)
+        known = layout is not None and segments is not None
+        densities = dense_tokens(layout, segments, self.budget) if known else None  # type: ignore[arg-type]
+        return self.state.orders.for_group(pack.first_rank, pack.cp_size, densities)
+
+    def _attention(self, pack: Pack) -> AttentionOptions:
+        """How a pack's attention is computed."""
+        scheme = None if self.state is None else self.state.scheme_for(pack.first_rank, pack.cp_size)
+        return self.attention if scheme is None else replace(self.attention, scheme=scheme)
+
+    def share(self, work: PackWork) -> PackShare:
+        """What this rank holds of a pack."""
+        context, pack = work.active.context, work.pack
+        ids = [self.view.sample_ids[sample] for sample in pack.samples]
+        segments = self.segments_of(pack)
+        return pack_share(
+            work.number, pack, context.rank, context.layout, sample_ids=ids, segments=segments, budget=self.budget
+        )
+
     def _work(self, number: int, pack: Pack) -> PackWork:
         part = self.view.part(pack.samples)
         rank = self.groups.rank - pack.first_rank
@@ -119,11 +162,12 @@ class ScheduledBatch:
             self.groups.cp_group(pack.first_rank, pack.cp_size),
             rank,
             [self.plan.lengths[s] for s in pack.samples],
-            layout=pack.layout,
+            layout=self._layout(number) or pack.layout,
             device=self.device,
             clock=self.clock,
             token_multiple=self.token_multiple,
             alignment=self.plan.alignment,
+            ring=self._ring(number, pack),
         )
         seed = seed_of(self.seed, number)
         limit = self.plan.max_seqlen_per_dp_cp_rank
@@ -132,7 +176,7 @@ class ScheduledBatch:
             context,
             limit,
             seed_of(seed, rank),
-            self.attention,
+            self._attention(pack),
             pack.layout,
             normalization=self.normalization,
             targets=sum(self.targets[s] for s in pack.samples) if self.normalization == "tokens" else None,
@@ -160,6 +204,8 @@ def schedule_batch(
     seed: int = 0,
     token_multiple: int = 1,
     gradient_scale: float = 1.0,
+    state: Fallback | None = None,
+    budget: BoundaryBudget | None = None,
 ) -> ScheduledBatch:
     """Plan a batch and make sure that all ranks of the plane hold the same batch and the same plan.
 
@@ -171,22 +217,35 @@ def schedule_batch(
     whole = view(batch)
     whole.check()
     try:
-        planned = planner.plan(whole.lengths)
+        planned = planner.plan(Samples.of(whole))
     except SampleTooLongError as error:
         raise error.named(whole.sample_ids[error.sample]) from None
-    _check_agreement(planned, whole, groups, clock)
+    _check_agreement(planned, whole, groups, clock, state)
     return ScheduledBatch(
-        whole, planned, groups, normalization, device, clock, attention, seed, token_multiple, gradient_scale
+        whole,
+        planned,
+        groups,
+        normalization,
+        device,
+        clock,
+        attention,
+        seed,
+        token_multiple,
+        gradient_scale,
+        state,
+        budget or DEFAULT_BUDGET,
     )
 
 
-def _check_agreement(planned: Planned, whole: BatchView, groups: ParallelGroups, clock: WaitClock) -> None:
-    own = torch.tensor([planned.digest, whole.fingerprint()])
+def _check_agreement(
+    planned: Planned, whole: BatchView, groups: ParallelGroups, clock: WaitClock, state: Fallback | None
+) -> None:
+    own = torch.tensor([planned.digest, whole.fingerprint(), 0 if state is None else state.digest()])
     every = [torch.empty_like(own) for _ in groups.world_ranks]
     with clock.waiting():
         dist.all_gather(every, own, group=groups.control)
     table = torch.stack(every)
-    for column, what in ((0, "plans"), (1, "batches")):
+    for column, what in ((0, "plans"), (1, "batches"), (2, "ring orders")):
         odd = [groups.world_ranks[i] for i in (table[:, column] != table[0, column]).nonzero().flatten().tolist()]
         if odd:
             raise PlanMismatchError(

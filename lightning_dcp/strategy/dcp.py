@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +24,7 @@ from torch import Tensor
 from lightning_dcp import checks, module_checks
 from lightning_dcp.attention.options import AttentionOptions
 from lightning_dcp.attention.settings import AttentionSettings
+from lightning_dcp.boundaries.budget import BoundaryBudget
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
 from lightning_dcp.data.prepare import prepare_loader
 from lightning_dcp.errors import raise_problems
@@ -43,12 +42,16 @@ from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import CostModel, Scheduler
 from lightning_dcp.schedule.alignment import NO_ALIGNMENT
 from lightning_dcp.schedule.choice import SchedulerChoice
-from lightning_dcp.schedule.relaxed import Relaxed
+from lightning_dcp.stability.settings import AlarmSettings
 from lightning_dcp.step.ahead import PlanAhead
+from lightning_dcp.step.audit_log import AuditLog
+from lightning_dcp.step.control import StepControl
 from lightning_dcp.step.metrics import release_metrics
 from lightning_dcp.step.outputs_choice import GATHERED, OutputsChoice, gradient_tolerance
+from lightning_dcp.strategy.boundaries import BoundaryChoice
 from lightning_dcp.strategy.checkpoints import CheckpointHooks
 from lightning_dcp.strategy.optimization import OptimizationHooks
+from lightning_dcp.strategy.steadiness import SteadinessChoice
 from lightning_dcp.strategy.steps import StepHooks
 
 
@@ -85,8 +88,23 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
             have no ``.grad``; clipping and :meth:`gradient_norm` know their gradients.
         loss_normalization: what the loss that ``training_step`` returns is over one batch: a mean over target
             ``tokens``, a mean over ``samples``, or a ``sum``.
-        layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not; or
-            a name that was added to :data:`lightning_dcp.parallel.layout.LAYOUTS`.
+        layout: how the tokens of a pack lie on its ranks: ``zigzag`` balances causal work, ``contiguous`` does not;
+            ``budgeted`` cuts samples that have segments at their borders, keeps dense segments on one rank and each rank's
+            shard inside ``boundary_budget``; or a name that was added to :data:`lightning_dcp.parallel.layout.LAYOUTS`.
+        boundary_budget: what a shard may hold, a :class:`~lightning_dcp.BoundaryBudget`. Every plan is audited against it
+            before anything is sent, whatever the layout is; with ``layout="budgeted"`` the default one is used if none is given.
+        on_violation: what is done about a plan whose shards break the budget: ``warn``, ``replan`` (another plan for the
+            batch, if there is one that keeps it), or ``error``.
+        ring_order: in which order a ring visits the ranks of its group: ``rank``, ``measured`` (the links between all ranks
+            are measured at set-up, and each group takes the order whose slowest hop is fastest), or a list of the plane's
+            ranks. Of orders that are equally fast each pack takes the one that sends its densest shards over the fastest links.
+        links_file: where measured links are kept: read if they are of these ranks and machines, else written.
+        hop_timing: time every hop and collective of training steps, at less than a hundredth of a step: what alarms, the
+            fallback and :class:`~lightning_dcp.StabilityMonitor` rest on.
+        alarms: what makes a link or a rank slow, a :class:`~lightning_dcp.AlarmSettings`. Alarms are logged.
+        fallback: while a link is slow, rings go around it, or groups that cannot use another exchange scheme; while a rank is
+            slow, the dynamic scheduler gives it less work. All is undone when it is over. Not with
+            ``Trainer(deterministic=True)``, where nothing may follow from times.
         attention: how keys and values reach the queries of other ranks: ``ring``, ``all_gather``, ``ulysses``, or ``auto``,
             which estimates all three for each pack, group and layer from the cost model, the head counts and the links.
             What it picked is logged, and counted in :class:`~lightning_dcp.RunSummary`.
@@ -155,6 +173,13 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         distributed_optimizer: bool = False,
         loss_normalization: LossNormalization = "tokens",
         layout: str = "zigzag",
+        boundary_budget: BoundaryBudget | None = None,
+        on_violation: Literal["warn", "replan", "error"] = "warn",
+        ring_order: Literal["rank", "measured"] | list[int] = "rank",
+        links_file: str | Path | None = None,
+        hop_timing: bool = True,
+        alarms: AlarmSettings | None = None,
+        fallback: bool = True,
         attention: Literal["auto", "ring", "all_gather", "ulysses"] = "auto",
         attention_kernel: str = "auto",
         links: Literal["auto", "measured", "cost_model"] = "auto",
@@ -201,6 +226,8 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         self.distributed_optimizer = distributed_optimizer
         self.loss_normalization: LossNormalization = loss_normalization
         self.layout = layout
+        self.boundaries = BoundaryChoice(layout, boundary_budget, on_violation)
+        self.steadiness = SteadinessChoice(ring_order, links_file, hop_timing, alarms, fallback)
         self.attention_settings = AttentionSettings(attention, attention_kernel, links)
         self.region_names = regions
         self.outputs = outputs
@@ -212,7 +239,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
             scheduler,
             dynamic_context_parallel,
             context_parallel_size,
-            max_seqlen_per_dp_cp_rank,
+            self.boundaries.limit(max_seqlen_per_dp_cp_rank),
             self.cost_model,
             layout,
             min_context_parallel_size=min_context_parallel_size,
@@ -222,6 +249,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
             ranks_per_node=ranks_per_node,
             rank_speeds=tuple(rank_speeds) if isinstance(rank_speeds, list) else rank_speeds,
         )
+        self.audits = AuditLog(speaks=False)
         self.clock = WaitClock()
         self.gradient_reductions = 0
         self._groups: ParallelGroups | None = None
@@ -231,6 +259,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         self._regions: Regions | None = None
         self._choice = self.scheduler_choice
         self._planner: PlanAhead | None = None
+        self._control: StepControl | None = None
         self._callback: SchedulerCallback | None = None
         self._watchdog: Watchdog | None = None
         self._outputs = GATHERED
@@ -296,11 +325,13 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         raise_problems(checks.checkpoint_problems(self, sharded=self._sharded is not None))
         self._alignment = agreed_alignment(self._regions.adapters.values(), self.groups)
         raise_problems(checks.alignment_problems(self, self._alignment))
-        self._planner = self._new_planner()
         self._outputs = OutputsChoice(self.outputs, gradient_tolerance(self.precision_plugin.precision))
         if self.loss_normalization == "samples":
             self._outputs.settle_for_samples()
         self._attention = self.attention_settings.build(self.cost_model, self.groups, self.root_device, rank_zero_info)
+        self._control = self._new_control(fitting=trainer.state.fn == TrainerFn.FITTING)
+        self.audits = AuditLog(speaks=self.global_rank == 0)
+        self._planner = self._new_planner()
         if self.accelerator is None or self.model is None:
             raise RuntimeError("setup() needs an accelerator and a model; the Trainer provides both")
         self.accelerator.setup(trainer)
@@ -323,19 +354,6 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._warning_filter = warnings.filters[0]
         rank_zero_info(self.describe())
-
-    def _new_planner(self) -> PlanAhead:
-        ranks = self.topology.plane_size
-        scheduler = self._choice.build(ranks, self._plane_ranks_in_node(), self._alignment)
-        stages = self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
-        if stages > 1 and self._choice.kind in ("dynamic", "static"):
-            wished = replace(self._choice, microbatch_multiple=math.lcm(self._choice.microbatch_multiple, stages))
-            scheduler = Relaxed(wished.build(ranks, self._plane_ranks_in_node(), self._alignment), scheduler)
-        return PlanAhead(scheduler, ranks, enabled=self.plan_ahead, alignment=self._alignment)
-
-    def _plane_ranks_in_node(self) -> int | None:
-        """Ranks of the plane in one node, with several: those of a tensor-parallel group lie next to each other."""
-        return max(1, self.num_processes // self.tensor_model_parallel_size) if self.num_nodes > 1 else None
 
     def describe(self) -> str:
         """The sizes in force, in words."""

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_dcp.attention.options import AttentionOptions
+from lightning_dcp.attention.settings import AttentionSettings
 from lightning_dcp.callbacks.scheduler import SchedulerCallback
 from lightning_dcp.loss.weighting import LossNormalization
 from lightning_dcp.models.megatron import MegatronAdapter
@@ -19,9 +20,14 @@ from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.groups import ParallelGroups
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
+from lightning_dcp.schedule.alignment import Alignment
 from lightning_dcp.schedule.choice import SchedulerChoice
 from lightning_dcp.step.ahead import PlanAhead, PlanCounts
+from lightning_dcp.step.audit_log import AuditLog
+from lightning_dcp.step.control import StepControl
 from lightning_dcp.step.outputs_choice import OutputsChoice
+from lightning_dcp.strategy.boundaries import BoundaryChoice
+from lightning_dcp.strategy.steadiness import SteadinessChoice
 
 
 class StrategyState(DDPStrategy):
@@ -39,14 +45,21 @@ class StrategyState(DDPStrategy):
     distributed_optimizer: bool
     loss_normalization: LossNormalization
     async_checkpoint: bool
+    plan_ahead: bool
+    attention_settings: AttentionSettings
+    boundaries: BoundaryChoice
+    steadiness: SteadinessChoice
+    audits: AuditLog
     clock: WaitClock
     gradient_reductions: int
     _groups: ParallelGroups | None
     _checkpoints: ShardedCheckpoints | None
     _attention: AttentionOptions
+    _alignment: Alignment
     _regions: Regions | None
     _choice: SchedulerChoice
     _planner: PlanAhead | None
+    _control: StepControl | None
     _callback: SchedulerCallback | None
     _watchdog: Watchdog | None
     _outputs: OutputsChoice
@@ -94,6 +107,13 @@ class StrategyState(DDPStrategy):
         if self._callback is None:
             raise RuntimeError("the scheduler callback is connected when a run starts")
         return self._callback
+
+    @property
+    def control(self) -> StepControl:
+        """Ring orders, and the watch over training steps; made at set-up."""
+        if self._control is None:
+            raise RuntimeError("ring orders are known when a run starts")
+        return self._control
 
     @property
     def plan_counts(self) -> PlanCounts:

@@ -22,13 +22,14 @@ from lightning_dcp.models.megatron.gradients import reduce_gradients
 from lightning_dcp.models.megatron.pipeline import ZeroLoss, run_schedule
 from lightning_dcp.models.region import backward_of_nothing, region_marks
 from lightning_dcp.parallel.randomness import seed_of
+from lightning_dcp.step.control import StepControl
 from lightning_dcp.step.outputs_choice import GATHERED, OutputsChoice
 from lightning_dcp.step.runner import detached, loss_of, run_packs
 from lightning_dcp.step.scheduled import PackWork, ScheduledBatch, schedule_batch
-from lightning_dcp.strategy.state import StrategyState
+from lightning_dcp.strategy.planning import Planning
 
 
-class StepHooks(StrategyState):
+class StepHooks(Planning):
     """Hooks of Lightning's that run steps and their backward."""
 
     def schedule(self, batch: Any, batch_idx: int) -> ScheduledBatch:
@@ -37,6 +38,7 @@ class StepHooks(StrategyState):
             raise RuntimeError("the scheduler is made when a run starts")
         if self._trainer.training and self._checkpoints is not None:
             self._checkpoints.resume_random_states()
+        state = self._state_in_force()
         with self._naming_failures():
             scheduled = schedule_batch(
                 batch,
@@ -54,8 +56,11 @@ class StepHooks(StrategyState):
                 ),
                 token_multiple=self.tensor_model_parallel_size if self.sequence_parallel else 1,
                 gradient_scale=self._gradient_scale(),
+                state=state,
+                budget=self.boundaries.in_force,
             )
             checks.check_lockstep(self, scheduled.plan)
+        self.audits.take(scheduled.planned.settled.audit)
         return scheduled
 
     def _gradient_scale(self) -> float:
@@ -129,12 +134,22 @@ class StepHooks(StrategyState):
         self._running_packs = True
         try:
             with self._naming_failures():
-                self.callback.result = run_packs(scheduled, self._module, self.regions, step, after, outputs, run_all)
+                control = self._watch_over(name)
+                self.callback.result = run_packs(
+                    scheduled, self._module, self.regions, step, after, outputs, run_all, control
+                )
         except StopIteration as error:  # Lightning would take it for the end of the epoch
             raise RuntimeError(f"StopIteration inside {name}") from error
         finally:
             self._running_packs = False
         return self.callback.result.output
+
+    def _watch_over(self, name: str) -> StepControl | None:
+        """What times training steps, told which batch of the run this is; other steps are not timed."""
+        if name != "training_step":
+            return None
+        self.control.steps = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        return self.control
 
     def _through_stages(self, works: Sequence[PackWork], run: Callable[[PackWork], None]) -> None:
         """Run packs through the pipeline's stages; backward too, where gradients are wanted."""

@@ -46,6 +46,7 @@ class Case:
         scheme: an exchange scheme's name.
         kind: of attention.
         view: of what q, k, v and the gradient of the output are views, in ``VIEWS``.
+        ring: the order in which hops visit the ranks; None: by rank.
     """
 
     inputs: Inputs
@@ -55,6 +56,7 @@ class Case:
     scheme: str = "ring"
     kind: Kind = CAUSAL
     view: str = "contiguous"
+    ring: tuple[int, ...] | None = None
 
     def pack_layout(self) -> str | PackLayout:
         lengths = self.inputs.lengths
@@ -135,7 +137,7 @@ def join_shares(inputs: Inputs, shares: Sequence[dict[str, Any]]) -> Attended:
 
 def played_contexts(case: Case) -> tuple[PlayedGroup, Any]:
     """A played group, and what makes a rank's context in it."""
-    played = PlayedGroup(case.size)
+    played = PlayedGroup(case.size, ring=case.ring)
     layout = case.pack_layout()
 
     def context(exchange: Exchange) -> CPContext:
@@ -163,8 +165,8 @@ def _attend_in(round_: Round, groups: ParallelGroups) -> dict[str, Any] | None:
     for first, case in round_.items():
         if first <= groups.rank < first + case.size:
             group = groups.cp_group(first, case.size)
-            layout = case.pack_layout()
-            return attend(case, make_context(group, groups.rank - first, case.inputs.lengths, layout=layout))
+            layout, place = case.pack_layout(), groups.rank - first
+            return attend(case, make_context(group, place, case.inputs.lengths, layout=layout, ring=case.ring))
     return None
 
 

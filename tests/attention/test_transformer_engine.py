@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from lightning_dcp.attention import transformer_engine as te
-from lightning_dcp.attention.transformer_engine import packed_seq_params, te_arguments, te_context_parallel, te_refusal
+from lightning_dcp.attention.transformer_engine import (
+    packed_seq_params,
+    te_arguments,
+    te_context_parallel,
+    te_refusal,
+    te_ring_order_problem,
+)
 from lightning_dcp.errors import UnsupportedAttentionError
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.groups import CPGroup
@@ -112,9 +118,9 @@ def engine(monkeypatch):
         each()
 
 
-def context_of(lengths, size=2, rank=1, layout="zigzag"):
+def context_of(lengths, size=2, rank=1, layout="zigzag", ring=None):
     group = CPGroup(Group(size) if size > 1 else None, tuple(range(4, 4 + size)))
-    return make_context(group, rank if size > 1 else 0, lengths, layout=layout, exchange=object())
+    return make_context(group, rank if size > 1 else 0, lengths, layout=layout, ring=ring)
 
 
 def run(module, context, **arguments):
@@ -251,6 +257,25 @@ def test_samples_that_2c_does_not_divide_are_refused_with_the_lengths_to_pad_to(
 def test_another_layout_is_refused():
     assert "must be zigzag" in te_refusal(context_of([8, 16], layout="contiguous"))
     assert te_refusal(context_of([8, 16], size=1, layout="contiguous")) is None
+
+
+def test_a_ring_in_another_order_is_refused_where_there_is_a_ring():
+    other, turned = context_of([16], size=4, ring=(0, 2, 1, 3)), context_of([16], size=4, ring=(2, 3, 0, 1))
+    assert "order of the ranks in their process group, not (0, 2, 1, 3)" in te_refusal(other)
+    assert te_refusal(other, "all_gather") is None and te_refusal(other, "ulysses") is None
+    assert te_refusal(turned) is None
+    assert te_refusal(context_of([8], size=2, ring=(1, 0))) is None  # two ranks have one ring
+
+
+@pytest.mark.parametrize(
+    ("ring_order", "refused"), [("rank", False), ([0, 1, 2], False), ("measured", True), ([0, 2, 1], True)]
+)
+def test_ring_orders_are_refused_at_set_up(ring_order, refused):
+    problem = te_ring_order_problem(ring_order)
+    assert (problem is not None) == refused
+    assert te_ring_order_problem(ring_order, "all_gather") is None
+    if problem is not None:
+        assert repr(ring_order) in problem.asked and "ring_order='rank'" in problem.remedy
 
 
 def test_an_unknown_scheme_is_refused():

@@ -48,11 +48,14 @@ def same_batch(ours, expected):
             )
             and torch.equal(ours.cu_seqlens, expected.cu_seqlens)
             and ours.sample_ids == expected.sample_ids
+            and ours.segments == expected.segments
         )
     return set(ours) == set(expected) and all(_same(ours[name], expected[name]) for name in expected)
 
 
 def _same(ours, expected):
+    if not isinstance(expected, torch.Tensor):
+        return list(ours) == list(expected)
     if expected.is_nested:
         return torch.equal(ours.offsets(), expected.offsets()) and torch.equal(ours.values(), expected.values())
     return ours.dtype == expected.dtype and torch.equal(ours, expected)

@@ -80,6 +80,40 @@ def test_options_are_taken_in_the_usual_spellings(words, expected):
     )
 
 
+def of_a_folder(folder: str, sizes: list[int], *, times: int, output: str = "a.html", fast: bool = False) -> None:
+    """Do something.
+
+    Args:
+        folder: where.
+        sizes: some numbers.
+        times: how often.
+        output: a file.
+        fast: a switch.
+    """
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "runs/a 3 --sizes 1",
+        "--sizes 1 --output a.html runs/a 3",
+        "--fast=false runs/a --times 3 --sizes=1",
+        "--times=3 --sizes=[1] --folder runs/a",
+        "3 --folder runs/a --sizes=[1]",
+    ],
+)
+def test_required_arguments_may_be_given_without_their_names(words):
+    expected = {"folder": "runs/a", "times": 3, "sizes": [1], "output": "a.html", "fast": False}
+    assert parse(of_a_folder, words.split(), prog="some") == expected
+
+
+@pytest.mark.parametrize("words", ["runs/a 3 4 --sizes 1", "runs/a --sizes 1", "runs/a --folder b --times 3 --sizes 1"])
+def test_words_too_many_or_too_few_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(of_a_folder, words.split(), prog="some")
+    assert end.value.code == 2
+
+
 def test_options_may_come_from_a_file(tmp_path):
     (tmp_path / "options.yaml").write_text("per_rank_limit: 9\nsizes: [1, 2]\n")
     found = parsed("--config", str(tmp_path / "options.yaml"), "--sizes", "3")

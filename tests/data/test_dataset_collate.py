@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_dcp.batch import PackedBatch, jagged_to_packed, padded_to_packed
+from lightning_dcp.batch import PackedBatch, Segment, jagged_to_packed, padded_to_packed
+from lightning_dcp.batch.view import view
 from lightning_dcp.data import (
     COLLATORS,
     ByteTokenizer,
@@ -147,3 +148,17 @@ def test_collators_cannot_be_changed():
     assert set(COLLATORS) == {"packed", "padded", "jagged"}
     with pytest.raises(TypeError):
         COLLATORS["other"] = collate_packed
+
+
+@pytest.mark.parametrize("name", ["packed", "padded", "jagged"])
+def test_segments_of_samples_reach_the_batch(name):
+    segments = [[Segment(0, 2, "user"), Segment(2, 5, "tool", 2.0)], [Segment(1, 3, "assistant")], []]
+    given = [sample | {"segments": parts} for sample, parts in zip(samples(), segments, strict=True)]
+    batch = view(COLLATORS[name](given))
+    assert batch.segments == tuple(map(tuple, segments))
+    assert view(COLLATORS[name](samples())).segments is None
+    del given[1]["segments"]
+    assert view(COLLATORS[name](given)).segments == (tuple(segments[0]), (), ())
+    given[0]["segments"] = [Segment(0, 99)]
+    with pytest.raises(BatchError, match=r"sample [04] of 12 tokens"):
+        view(COLLATORS[name](given)).check()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_dcp.parallel.links import Link, _rounded, measure_links
+from lightning_dcp.parallel.links import Link, measure_links, rounded
 from tests.parallel.support import join_world
 from tests.support.ranks import RankPool
 
@@ -30,7 +30,7 @@ def test_every_size_of_group_is_measured_and_all_ranks_know_the_same(
 
 @pytest.mark.parametrize(("value", "power"), [(1.0, 1.0), (1.4, 1.0), (1.5, 2.0), (3e-5, 2.0**-15), (0.75, 1.0)])
 def test_rounding_to_the_next_power_of_two(value: float, power: float) -> None:
-    assert _rounded(value) == power
+    assert rounded(value) == power
 
 
 def test_a_hops_time_is_latency_and_bytes_over_bandwidth() -> None:

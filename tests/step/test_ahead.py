@@ -16,7 +16,7 @@ import torch
 
 from lightning_dcp.errors import PlanError, SampleTooLongError
 from lightning_dcp.schedule import StaticScheduler, StepPlan
-from lightning_dcp.step.ahead import KEPT, PlanAhead
+from lightning_dcp.step.ahead import KEPT, PlanAhead, Samples
 
 
 class Recording:
@@ -83,7 +83,7 @@ def test_a_plan_is_there_when_its_step_asks_for_it(ahead: Any) -> None:
     planner = ahead(scheduler)
     planner.submit(Batch(5, 3))
     finish(planner)
-    planned = planner.plan((5, 3))
+    planned = planner.plan(Samples((5, 3)))
     assert planned.plan == scheduler.plain.schedule((5, 3))
     assert planned.digest == planned.plan.digest()
     assert planned.ready
@@ -97,7 +97,7 @@ def test_a_step_waits_for_a_plan_that_is_being_made(ahead: Any) -> None:
     planner = ahead(scheduler)
     planner.submit(Batch(5, 3))
     threading.Timer(0.2, scheduler.gate.set).start()
-    planned = planner.plan((5, 3))
+    planned = planner.plan(Samples((5, 3)))
     assert not planned.ready
     assert planned.waited_s > 0.1
     assert counts(planner) == (0, 1, 0)
@@ -108,11 +108,11 @@ def test_a_step_makes_the_plan_of_a_batch_that_was_not_read_ahead(ahead: Any) ->
     scheduler = Recording()
     planner = ahead(scheduler)
     planner.submit(Batch(5, 3))
-    planned = planner.plan((5, 2))
+    planned = planner.plan(Samples((5, 2)))
     assert planned.plan.lengths == (5, 2)
     assert counts(planner) == (0, 0, 1)
     assert scheduler.calls[-1] == ((5, 2), threading.main_thread().name)
-    assert planner.plan((5, 3)).plan.lengths == (5, 3)
+    assert planner.plan(Samples((5, 3))).plan.lengths == (5, 3)
     assert planner.counts.unplanned == 1
     assert len(scheduler.calls) == 2
 
@@ -125,8 +125,8 @@ def test_batches_are_planned_once_each_in_the_order_they_are_read(ahead: Any) ->
     for previous, lengths in zip([None, *batches], batches, strict=False):
         planner.submit(Batch(*lengths))
         if previous is not None:
-            assert planner.plan(previous).plan.lengths == previous
-    planner.plan(batches[-1])
+            assert planner.plan(Samples(previous)).plan.lengths == previous
+    planner.plan(Samples(batches[-1]))
     assert scheduler.lengths == batches
     assert planner.counts.ready + planner.counts.late == len(batches)
     assert not planner._open_jobs
@@ -137,7 +137,7 @@ def test_the_scheduler_is_called_by_one_thread_at_a_time(ahead: Any) -> None:
     planner = ahead(scheduler)
     planner.submit(Batch(5, 3))
     threading.Timer(0.2, scheduler.gate.set).start()
-    planner.plan((9,))
+    planner.plan(Samples((9,)))
     assert scheduler.lengths == [(5, 3), (9,)]
     assert scheduler.most_running == 1
 
@@ -150,12 +150,12 @@ def test_an_error_appears_when_its_step_plans_and_no_sooner(ahead: Any) -> None:
     planner.submit(Batch(3, 2))
     planner.submit(Batch(3, 9))
     finish(planner)
-    assert planner.plan((3, 2)).ready
+    assert planner.plan(Samples((3, 2))).ready
     with pytest.raises(SampleTooLongError) as caught:
-        planner.plan((3, 9))
+        planner.plan(Samples((3, 9)))
     assert str(caught.value) == str(direct.value)
     planner.submit(Batch(1, 1))
-    assert planner.plan((1, 1)).plan.lengths == (1, 1), "the thread goes on"
+    assert planner.plan(Samples((1, 1))).plan.lengths == (1, 1), "the thread goes on"
 
 
 def test_whatever_ends_a_plan_the_step_does_not_wait_for_ever(ahead: Any) -> None:
@@ -168,7 +168,7 @@ def test_whatever_ends_a_plan_the_step_does_not_wait_for_ever(ahead: Any) -> Non
     planner = ahead(Exiting())
     for _ in range(2):
         planner.submit(Batch(5, 3))
-        planned = planner.plan((5, 3))
+        planned = planner.plan(Samples((5, 3)))
         assert planned.plan.lengths == (5, 3)
         assert not planned.ready
 
@@ -178,7 +178,7 @@ def test_batches_that_cannot_be_read_are_left_to_the_step(ahead: Any, batch: Any
     planner = ahead(Recording())
     planner.submit(batch)
     planner.submit(Batch(5, 3))
-    assert planner.plan((5, 3)).plan.lengths == (5, 3)
+    assert planner.plan(Samples((5, 3))).plan.lengths == (5, 3)
     assert planner.counts.unplanned == 0
 
 
@@ -187,8 +187,8 @@ def test_plans_of_a_training_loader_outlive_a_validation_in_between(ahead: Any) 
     planner.submit(Batch(50, 3))
     for number in range(1, 60):
         planner.submit(Batch(number))
-        planner.plan((number,))
-    assert planner.plan((50, 3)).ready
+        planner.plan(Samples((number,)))
+    assert planner.plan(Samples((50, 3))).ready
     assert planner.counts.unplanned == 0
 
 
@@ -229,7 +229,7 @@ def test_planning_ahead_ends_when_nobody_asks_for_the_plans(ahead: Any) -> None:
     planner = ahead(scheduler)
     for _ in range(3 * KEPT):
         planner.submit(Batch(9))
-        planner.plan((8,))
+        planner.plan(Samples((8,)))
     assert planner.counts.unplanned == 3 * KEPT
     assert scheduler.lengths.count((9,)) <= KEPT
 
@@ -238,7 +238,7 @@ def test_one_plan_that_is_asked_for_keeps_it_going(ahead: Any) -> None:
     planner = ahead(Recording())
     for number in range(6 * KEPT):
         planner.submit(Batch(9))
-        planner.plan((9,) if number % 4 == 3 else (8,))
+        planner.plan(Samples((9,) if number % 4 == 3 else (8,)))
     assert planner.counts.ready + planner.counts.late == 6 * KEPT / 4
 
 
@@ -255,7 +255,7 @@ def test_the_thread_starts_with_the_first_batch_and_ends_when_closed(ahead: Any)
     assert not thread.is_alive()
     planner.submit(Batch(5, 3))
     assert planner._thread is None
-    assert planner.plan((5, 3)).plan.lengths == (5, 3), "a plan can still be had, made at once"
+    assert planner.plan(Samples((5, 3))).plan.lengths == (5, 3), "a plan can still be had, made at once"
     planner.close()
 
 
@@ -272,7 +272,7 @@ def test_without_planning_ahead_there_is_no_thread(ahead: Any) -> None:
     planner = ahead(scheduler, enabled=False)
     planner.submit(Batch(5, 3))
     assert planner._thread is None
-    assert not planner.plan((5, 3)).ready
+    assert not planner.plan(Samples((5, 3))).ready
     assert counts(planner) == (0, 0, 1)
 
 
@@ -303,7 +303,7 @@ def test_plans_are_checked_wherever_they_are_made(ahead: Any, plan: Any, words: 
         planner.submit(Batch(5, 3))
         finish(planner)
     with pytest.raises(PlanError, match=words):
-        planner.plan((5, 3))
+        planner.plan(Samples((5, 3)))
 
 
 PROGRAM = """

@@ -19,7 +19,10 @@ _KEYS_AND_VALUES, _THEIR_GRADIENTS = 0, 1  # tags of the two kinds of transfer
 
 
 class Ring(Scheme):
-    """c - 1 hops forward; backward as many, and c of the gradients. A rank never has more than two others' keys."""
+    """c - 1 hops forward; backward as many, and c of the gradients. A rank never has more than two others' keys.
+
+    Hops visit the ranks in the order of the context's ring.
+    """
 
     name = "ring"
 
@@ -38,7 +41,7 @@ class Ring(Scheme):
         narrow = grad.to(q.dtype)
         running = RunningGradients(q)
         incoming: Transfer | None = None
-        for holder, held in _travel([k, v], context):
+        for hop, (holder, held) in enumerate(_travel([k, v], context)):
             # The gradients of the keys held now were begun by the ranks that held them before; they arrive while this
             # hop computes, get this rank's part, and travel on. After c hops they are home.
             # (A transfer that is over must not live on: its work holds what was sent.)
@@ -46,7 +49,7 @@ class Ring(Scheme):
             for blocks in call.blocks(context.rank, holder):
                 running.add(call.kernel.backward(narrow, q, held[0], held[1], out, lse, blocks, call.scores), found)
             if context.size > 1:
-                tokens = context.layout.tokens((holder - 1) % context.size)
+                tokens = context.layout.tokens(context.holder(hop + 1))
                 incoming = exchange.start_hop(found.sums(), tokens, tag=_THEIR_GRADIENTS)
         dk, dv = found.sums() if incoming is None else incoming.wait()
         return running.dq, dk, dv, sink_gradient(grad, out, lse, sinks)
@@ -58,11 +61,10 @@ def _travel(held: list[Tensor], context: CPContext) -> Iterator[tuple[int, list[
     It is the caller's own list that is filled anew each time, so that what was used does not live on.
     """
     for hop in range(context.size):
-        holder = (context.rank - hop) % context.size
         transfer = None
         if hop < context.size - 1:
-            tokens = context.layout.tokens((holder - 1) % context.size)
+            tokens = context.layout.tokens(context.holder(hop + 1))
             transfer = context.exchange.start_hop(held, tokens, tag=_KEYS_AND_VALUES)
-        yield holder, held
+        yield context.holder(hop), held
         if transfer is not None:
             held[:] = transfer.wait()

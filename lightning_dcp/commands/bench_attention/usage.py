@@ -105,7 +105,7 @@ class RecordingExchange(Exchange):
             inner: does the work; of the same rank.
             busy: seconds for which the rank had computed when the last call to ``inner`` began; 0 if it matters not.
         """
-        self._inner, self._busy = inner, busy
+        self._inner, self._busy, self._ring = inner, busy, inner.ring
         self._hops: dict[int, int] = {}
         self.events: list[Event] = []
 

@@ -179,8 +179,9 @@ def _layout_problems(fields: Fields, topology: Topology) -> Iterator[Problem]:
 
 def _split_problems(fields: Fields, topology: Topology, vocab_size: int | None) -> Iterator[Problem]:
     """Dimensions that ranks cannot share equally."""
-    hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
-    groups = fields.get("num_query_groups") or heads
+    hidden: Any = fields.get("hidden_size")
+    heads: Any = fields.get("num_attention_heads")
+    groups: Any = fields.get("num_query_groups") or heads
     tensor = {"num_attention_heads": heads, "num_query_groups": groups, "vocab_size": vocab_size}
     experts, expert = fields.get("num_moe_experts"), {}
     ffn = fields.get("ffn_hidden_size") or (4 * hidden if isinstance(hidden, int) else None)
@@ -196,16 +197,17 @@ def _split_problems(fields: Fields, topology: Topology, vocab_size: int | None) 
         for field, value in values.items():
             if isinstance(value, int) and value % size and not (field == "num_query_groups" and groups == heads):
                 yield _no_multiple(field, value, name, size)
-    if _counts(hidden, heads) and hidden % heads and not fields.get("kv_channels"):
+    hidden_is, heads_is, groups_is = (_is_count(value) for value in (hidden, heads, groups))
+    if hidden_is and heads_is and hidden % heads and not fields.get("kv_channels"):
         remedy = f"use a hidden_size of {-(-hidden // heads) * heads}, or give the size of a head as kv_channels"
         yield Problem(f"hidden_size={hidden}", f"num_attention_heads={heads}, which does not divide it", remedy)
-    if _counts(heads, groups) and heads % groups:
+    if heads_is and groups_is and heads % groups:
         remedy = f"use a num_query_groups that divides {heads}"
         yield Problem(f"num_query_groups={groups}", f"num_attention_heads={heads}, no multiple of it", remedy)
 
 
-def _counts(*values: Any) -> bool:
-    return all(isinstance(value, int) and value > 0 for value in values)
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def _no_multiple(field: str, value: int, name: str, size: int) -> Problem:

@@ -1,0 +1,67 @@
+"""The pace of ranks: work is unequal on purpose, and the cost model is wrong."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+
+import pytest
+
+from lightning_dcp.stability.pace import Work, paces
+from tests.stability.records import uneven
+
+TRUE = (30.0, 0.7, 4.0)
+"""What each kind of work takes, in seconds of the cost model: nothing like what it believes."""
+
+
+def history(slow: dict[int, float], *, noise: float = 0.1, ranks: int = 4, steps: int = 12) -> dict[int, list[Work]]:
+    draw = random.Random(7)
+    works: dict[int, list[Work]] = {rank: [] for rank in range(ranks)}
+    for step in range(steps):
+        for rank, parts in enumerate(uneven(step, ranks)):
+            seconds = sum(f * p for f, p in zip(TRUE, parts, strict=True)) * (1 + noise * draw.random())
+            works[rank].append(Work(step, slow.get(rank, 1.0) * seconds, parts))
+    return works
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
+@pytest.mark.parametrize("factor", [1.5, 3.0])
+def test_a_slow_rank_is_told_by_its_factor_whatever_the_cost_model_believes(ranks: int, factor: float) -> None:
+    found = paces(history({1: factor}, ranks=ranks))
+    assert median(pace.ratio for pace in found[1]) == pytest.approx(factor, rel=0.1)
+    assert all(median(p.ratio for p in own) < 1.25 for rank, own in found.items() if rank != 1)
+
+
+def test_by_the_cost_models_own_weights_alone_sound_ranks_would_seem_slow() -> None:
+    works = history({}, noise=0.0)
+    naive = [work.busy_s / sum(work.parts) for own in works.values() for work in own]
+    assert max(naive) > 3 * min(naive)
+    for own in paces(works).values():
+        assert all(pace.ratio == pytest.approx(1.0, abs=1e-6) for pace in own)
+
+
+def test_two_slow_ranks_of_eight_are_both_told() -> None:
+    found = paces(history({2: 2.0, 5: 1.7}, ranks=8))
+    assert median(p.ratio for p in found[2]) == pytest.approx(2.0, rel=0.15)
+    assert median(p.ratio for p in found[5]) == pytest.approx(1.7, rel=0.15)
+
+
+def test_kinds_of_work_that_always_go_together_are_no_obstacle() -> None:
+    works = {
+        r: [Work(s, (s + 1) * (2.0 if r == 0 else 1.0), ((s + 1) / 10, (s + 1) / 5, 0.0)) for s in range(9)]
+        for r in range(4)
+    }
+    assert median(p.ratio for p in paces(works)[0]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "works", [{}, {0: []}, {0: [Work(0, 1.0, (1.0,))]}, {0: [Work(0, 1.0, (1.0,))], 1: [Work(0, 1.0, (0.0,))]}]
+)
+def test_nothing_is_said_of_a_rank_without_others(works: dict[int, list[Work]]) -> None:
+    assert paces(works) == {}
+
+
+def test_a_watched_rank_is_told_also_when_it_is_the_fastest() -> None:
+    works = history({3: 0.5})
+    assert 3 not in paces(works)
+    assert median(p.ratio for p in paces(works, [3])[3]) == pytest.approx(0.5, rel=0.1)
