@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
+from operator import mul
 
 SUSPECTS = 4
 """Ranks that are looked at closely in one step, at most."""
@@ -137,8 +138,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
 
 def _seconds(factors: Sequence[float], work: Work) -> float:
     """What these factors make of some work; never 0, also where a kind of work counts for nothing."""
-    seconds = math.fsum(factor * part for factor, part in zip(factors, work.parts, strict=True))
-    return max(seconds, 1e-9)
+    return math.fsum(map(mul, factors, work.parts)) or 1e-9
 
 
 def _middle(values: Sequence[float]) -> float:

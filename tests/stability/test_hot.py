@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_dcp.stability.hot import by_kind, by_sample, critical_rank, excess_seconds, kinds_of
@@ -30,7 +32,8 @@ def test_only_slow_steps_have_an_excess() -> None:
 
 def test_samples_share_by_the_packs_time_and_their_tokens() -> None:
     packs = [pack(0.0, 3.0, 90, ("a", "b")), pack(3.0, 4.0, 10, ("b", "c"))]
-    found = by_sample(packs, 8.0, {"a": 20, "b": 10, "c": 90})
+    told = [replace(packs[0], sample_tokens=(20, 10)), replace(packs[1], sample_tokens=(10, 90))]
+    found = by_sample(told, 8.0)
     assert found == pytest.approx({"a": 8 * 3 / 4 * 2 / 3, "b": 8 * (3 / 4 / 3 + 1 / 4 / 10), "c": 8 / 4 * 0.9})
     assert sum(found.values()) == pytest.approx(8.0)
     assert by_sample(packs, 8.0) == pytest.approx({"a": 3.0, "b": 4.0, "c": 1.0})

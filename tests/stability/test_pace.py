@@ -36,7 +36,9 @@ def test_by_the_cost_models_own_weights_alone_sound_ranks_would_seem_slow() -> N
     works = history({}, noise=0.0)
     naive = [work.busy_s / sum(work.parts) for own in works.values() for work in own]
     assert max(naive) > 3 * min(naive)
-    for own in paces(works).values():
+    found = paces(works, range(4))
+    assert len(found) == 4
+    for own in found.values():
         assert all(pace.ratio == pytest.approx(1.0, abs=1e-6) for pace in own)
 
 
