@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -77,6 +78,8 @@ LIGHTNING = {
     "predict": "Run it on data and collect what it returns.",
 }
 """Commands of Lightning's own command line."""
+_SHORT = 100
+"""Characters of an error on ranks that do not tell all of it."""
 
 
 def main(args: ArgsType = None) -> None:
@@ -95,7 +98,27 @@ def main(args: ArgsType = None) -> None:
         own = cause_of(error)
         if own is None:
             raise
-        sys.exit(f"{type(own).__name__}: {own}")
+        sys.exit(_message(own))
+
+
+def _message(error: DCPError) -> str:
+    """What this process says at its end: on ranks of a run that others joined, rank 0 tells all, also of errors of one rank.
+
+    A rank that fails tells the others through the run's watchdog, so that rank 0 ends with the same error, or with one
+    that names that rank and its error.
+    """
+    text = f"{type(error).__name__}: {error}"
+    rank = _rank()
+    if rank == 0:
+        return text
+    first = " ".join(text.split())
+    return f"[rank {rank}] {first[:_SHORT]}{'...' if len(first) > _SHORT else ''} (all of it on rank 0)"
+
+
+def _rank() -> int:
+    """This process's rank in a run that is under way; 0 where it is alone, or joined no run yet."""
+    torch = sys.modules.get("torch.distributed")
+    return torch.get_rank() if torch is not None and torch.is_available() and torch.is_initialized() else 0
 
 
 def _own(words: Sequence[str]) -> bool:
@@ -141,6 +164,9 @@ def _lightning(args: ArgsType) -> None:
 
     import lightning_dcp.data
     import lightning_dcp.lm  # noqa: F401  (so that configurations can name its classes in short)
+
+    # Lightning's own use of torch, of which later releases of torch warn on every rank.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
     LightningCLI(
         LightningModule,

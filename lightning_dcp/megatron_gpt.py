@@ -12,11 +12,12 @@ from lightning_dcp.batch.labels import Batch, shifted_labels
 from lightning_dcp.errors import CheckpointError, ConfigurationError, Problem, raise_problems
 from lightning_dcp.lm import LanguageModel
 from lightning_dcp.models.megatron import MegatronModel, compat, layer_spec, model_parallel_fields
+from lightning_dcp.models.megatron.gpt_problems import gpt_problems
 from lightning_dcp.models.megatron.huggingface import describe, load_huggingface, read_config, save_huggingface
 from lightning_dcp.models.megatron.huggingface.rope import scale_rotary, scaling_problems
 from lightning_dcp.models.megatron.moe_auxiliary import auxiliary_losses, auxiliary_names
 from lightning_dcp.models.megatron.output_bias import with_output_bias
-from lightning_dcp.models.megatron.problems import gpt_problems
+from lightning_dcp.models.megatron.processes import KEEP
 from lightning_dcp.models.megatron.spec import Backend
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -46,7 +47,9 @@ _NO_CONFIG = Problem(
 )
 
 _NOT_MADE = Problem(
-    "save_huggingface", "no model yet: a run makes it", "call it in a hook or after a run, on every rank"
+    "save_huggingface",
+    "no model in this process: a run makes it, and with start_method='fork' or 'spawn' it ends with the run",
+    "call it on every rank in a hook such as on_train_end, or after a run whose ranks go on",
 )
 
 
@@ -174,6 +177,18 @@ class MegatronGPT(LanguageModel):
             companions=self.huggingface,
         )
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """See that there is a model to be saved.
+
+        Raises:
+            CheckpointError: none in this process.
+        """
+        if not isinstance(self.model, MegatronModel):
+            raise CheckpointError(
+                "asked: a checkpoint of a MegatronGPT; found: no model in this process: a run makes it, and with "
+                f"start_method='fork' or 'spawn' it ends with the run; do: {KEEP}"
+            )
+
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> NoReturn:
         """Not for this module: its weights are shards, and it has none of its own before a run starts.
@@ -209,6 +224,7 @@ class MegatronGPT(LanguageModel):
                     vocab_size=self.gpt_options["vocab_size"],
                     positions=self.gpt_options["position_embedding_type"],
                     longest=self.max_sequence_length,
+                    rotary_percent=self.gpt_options["rotary_percent"],
                 )
             )
         self.model = MegatronModel(self.provider)

@@ -6,6 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+
+from lightning_dcp import cli
+from lightning_dcp.errors import DataError, PlanError
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -17,14 +24,26 @@ SMALL = [
 ]
 
 
+class FailsAlone(L.Callback):
+    """An error that only rank 1 has."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_rank == 1:
+            raise DataError("a file that only rank 1 reads is no text at all: " + "x" * 100 + " and so on")
+
+
 def run(directory: Path, command: str, *arguments: str) -> str:
-    full = [sys.executable, "-m", "lightning_dcp", command, "--config", str(ROOT / "configs/demo_cpu.yaml"), *SMALL]
-    environment = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*full, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = started(directory, command, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def started(directory: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    full = [sys.executable, "-m", "lightning_dcp", command, "--config", str(ROOT / "configs/demo_cpu.yaml"), *SMALL]
+    environment = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*full, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
 
 
 def test_fit_validate_and_predict(tmp_path: Path) -> None:
@@ -38,3 +57,40 @@ def test_fit_validate_and_predict(tmp_path: Path) -> None:
     checkpoint = next((folder / "checkpoints").glob("*.ckpt"))
     assert "val_loss" in run(tmp_path, "validate", f"--ckpt_path={checkpoint}")
     run(tmp_path, "predict", f"--ckpt_path={checkpoint}", "--return_predictions=false")
+
+
+REFUSALS = {
+    "all ranks": (["--trainer.strategy.init_args.max_seqlen_per_dp_cp_rank=50"], "SampleTooLongError: ", "raise max_seqlen"),
+    "rank 1 alone": (
+        ["--trainer.callbacks+=tests.test_cli.FailsAlone"],
+        "PeerFailureError: rank 1 failed: DataError: a file that only rank 1 reads",
+        "and so on",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_is_told_once_and_no_error_is_lost(case: str, tmp_path: Path) -> None:
+    options, words, end = REFUSALS[case]
+    done = started(tmp_path, "fit", "--trainer.max_steps=3", *options)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr and "is deprecated" not in done.stderr
+    [told] = [line for line in done.stderr.splitlines() if end in line]
+    assert told.startswith(words)
+    [other] = [line for line in done.stderr.splitlines() if "[rank 1] " in line and "(all of it on rank 0)" in line]
+    assert len(other) < 150
+
+
+def test_ranks_other_than_the_first_say_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(words: Any) -> None:
+        raise PlanError("one line\nand another " + "x" * 200)
+
+    monkeypatch.setattr(cli, "_lightning", fails)
+    said = []
+    for rank in (0, 3):
+        monkeypatch.setattr(cli, "_rank", lambda rank=rank: rank)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["fit"])
+        said.append(str(ended.value))
+    assert said[0] == "PlanError: one line\nand another " + "x" * 200
+    assert said[1].startswith("[rank 3] PlanError: one line and another xxx") and "\n" not in said[1]

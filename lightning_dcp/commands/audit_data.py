@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
-
-from lightning.pytorch import LightningDataModule
 
 from lightning_dcp.batch.view import view
 from lightning_dcp.commands.audit_set import AuditedBatch, named
-from lightning_dcp.commands.data_module import build_data_module
+from lightning_dcp.commands.data_module import build_data_module, training_loader
 from lightning_dcp.commands.lengths import draw_batches
 from lightning_dcp.errors import DataError
 from lightning_dcp.segments import SampleSegments
@@ -32,7 +29,7 @@ def read_batches(path: str, count: int, batch_size: int | None, seed: int) -> tu
         BatchError: batches of an unknown format, or segments that do not fit them.
     """
     read: list[list[Sample]] = []
-    for batch in _training_loader(build_data_module(path)):
+    for batch in training_loader(build_data_module(path)):
         read.append(_samples(batch))
         enough = len(read) if batch_size is None else sum(map(len, read)) // batch_size
         if enough >= count:
@@ -50,13 +47,3 @@ def _samples(batch: Any) -> list[Sample]:
     seen.check()
     segments = seen.segments or ((),) * len(seen.lengths)
     return list(zip(seen.sample_ids, seen.lengths, segments, strict=True))
-
-
-def _training_loader(module: LightningDataModule) -> Iterable[Any]:
-    module.prepare_data()
-    module.setup("fit")
-    loader = module.train_dataloader()
-    if isinstance(loader, Mapping | list | tuple) or not isinstance(loader, Iterable):
-        found = type(loader).__name__
-        raise DataError(f"train_dataloader() of {type(module).__name__} gave a {found}, not one loader")
-    return loader

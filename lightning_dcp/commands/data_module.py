@@ -74,19 +74,28 @@ def batches_of(module: LightningDataModule, count: int, batch_size: int | None =
         DataError: it makes no batches, or several loaders instead of one.
         BatchError: batches of an unknown format.
     """
+    batches = list(_enough(_lengths(training_loader(module)), count, batch_size))
+    if not batches:
+        raise DataError(f"the training loader of {type(module).__name__} makes no batches")
+    return batches
+
+
+def training_loader(module: LightningDataModule) -> Iterable[Any]:
+    """The training loader of a data module, which is prepared and set up.
+
+    Raises:
+        DataError: several loaders instead of one.
+    """
     module.prepare_data()
     module.setup("fit")
     loader = module.train_dataloader()
     if isinstance(loader, Mapping | list | tuple) or not isinstance(loader, Iterable):
         found = type(loader).__name__
         raise DataError(
-            f"train_dataloader() of {type(module).__name__} gave a {found}, not one loader: write the lengths to a file "
-            "and give it as --lengths"
+            f"train_dataloader() of {type(module).__name__} gave a {found}, not one loader: give a data module of one "
+            "(for lengths alone, write them to a file and give that as --lengths)"
         )
-    batches = list(_enough(_lengths(loader), count, batch_size))
-    if not batches:
-        raise DataError(f"the training loader of {type(module).__name__} makes no batches")
-    return batches
+    return loader
 
 
 def _enough(batches: Iterator[Sequence[int]], count: int, batch_size: int | None) -> Iterator[Sequence[int]]:

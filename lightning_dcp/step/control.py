@@ -73,5 +73,5 @@ class StepControl:
         record = self.watch.join(self.steps, plan, summaries)
         self.watch.probe()
         for event in record.events if self._speaks else ():
-            (log.warning if event.kind == "alarm" else log.info)("step %d: %s", event.step, event.text)
+            log.warning("step %d: %s", event.step, event.text)
         return record

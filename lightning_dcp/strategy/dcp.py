@@ -35,6 +35,7 @@ from lightning_dcp.models.megatron.checkpoint import ShardedCheckpoints
 from lightning_dcp.models.megatron.distributed_optimizer import DistributedOptimizer
 from lightning_dcp.models.megatron.dtypes import precision_problems
 from lightning_dcp.models.megatron.gradients import sync_parameters
+from lightning_dcp.models.megatron.processes import check_processes
 from lightning_dcp.models.region import Regions
 from lightning_dcp.parallel.clock import WaitClock
 from lightning_dcp.parallel.groups import ParallelGroups, in_force, initialize_groups
@@ -322,6 +323,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
 
     def _set_up(self, trainer: Trainer) -> None:
         self._regions = module_checks.check_module(self, self._module, trainer)
+        check_processes(self._module, self, trainer)
         raise_problems(checks.checkpoint_problems(self, sharded=self._sharded is not None))
         self._alignment = agreed_alignment(self._regions.adapters.values(), self.groups)
         raise_problems(checks.alignment_problems(self, self._alignment))

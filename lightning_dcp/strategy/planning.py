@@ -24,8 +24,9 @@ class Planning(StrategyState):
 
     def _new_control(self, *, fitting: bool) -> StepControl:
         """Ring orders; and, when training, the watch over hops."""
-        device, orders_of = self.root_device, self.steadiness.orders
-        orders, table = orders_of(self.groups, device, rank_zero_info)
+        device = self.root_device
+        self._choice = replace(self._choice, rank_speeds=self.scheduler_choice.rank_speeds)  # a run before may have changed it
+        orders, table = self.steadiness.orders(self.groups, device, rank_zero_info)
         watch = None
         if fitting:
             watch = self.steadiness.watch(

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from lightning_dcp import ConfigurationError, DCPStrategy, MegatronGPT, MegatronModel
-from lightning_dcp.errors import PlanError, RegionError
+from lightning_dcp.errors import BatchError, PlanError, RegionError
 from lightning_dcp.models.megatron import compat, layer_spec, model_parallel_fields
 from lightning_dcp.models.megatron.core_attention import ContextParallelCoreAttention
+from lightning_dcp.models.megatron.gpt_problems import backend_problems, given_problems, gpt_problems
 from lightning_dcp.models.megatron.model import REFUSED_ARGUMENTS
 from lightning_dcp.models.megatron.norm import TorchNorm
 from lightning_dcp.models.megatron.not_run import NOT_RUN, WITH_TRANSFORMER_ENGINE
 from lightning_dcp.models.megatron.positions import position_problems
-from lightning_dcp.models.megatron.problems import backend_problems, config_problems, given_problems, gpt_problems
+from lightning_dcp.models.megatron.problems import config_problems
 from lightning_dcp.models.megatron.stages import stage_problems
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
@@ -80,10 +81,24 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "overlap without chunks": ({"overlap_p2p_comm": True}, {PP: 2}, ["overlap_p2p_comm=True", "plain 1F1B"]),
     "norms computed again": (
-        {"recompute_modules": ["core_attn", "layernorm"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]},
         {},
         ["recompute_modules=['core_attn', 'layernorm']", "leave layernorm out"],
     ),
+    "modules that are not computed again": (
+        {"recompute_modules": ["core_attn", "layernorm"]},
+        {},
+        ["recompute_granularity=None", "does nothing", "recompute_granularity='selective'"],
+    ),
+    "number as text": (
+        {"num_moe_experts": "4", "moe_token_dispatcher_type": "alltoall"},
+        {EP: 2},
+        ["num_moe_experts='4'", "a number as text", "num_moe_experts: 4"],
+    ),
+    "exponent as text": ({"layernorm_epsilon": "1e-5"}, {}, ["layernorm_epsilon: 1e-05"]),
+    "hidden size as text": ({"hidden_size": "16"}, {}, ["write it as a number: hidden_size: 16"]),
+    "switch as text": ({"qk_layernorm": "False"}, {}, ["a switch as text", "qk_layernorm: false"]),
+    "one chunk": ({}, {PP: 2, VPP: 1}, [f"{VPP}=1", "use 2 or more, or leave it out"]),
     "groups": ({}, {TP: 4}, [f"num_query_groups=2 with {TP}=4", f"{TP}=2"]),
     "heads of groups": ({"num_query_groups": 3}, {}, ["num_query_groups=3", "num_attention_heads=4"]),
     "feed-forward": ({"ffn_hidden_size": 25}, {TP: 2}, ["ffn_hidden_size=25", "(26, say)"]),
@@ -215,16 +230,49 @@ def test_yarn_needs_a_config_that_has_its_fields() -> None:
     assert "yarn" not in str(inspect.signature(MegatronGPT).parameters["position_embedding_type"].annotation)
 
 
+def gpt(fields: dict[str, Any], **said: Any) -> list[str]:
+    """What is refused of a MegatronGPT with these fields."""
+    known = {"settled": {}, "defaults": {"attention_dropout": 0.0}, "topology": topology()}
+    sizes = {"backend": "auto", "on_gpu": False, "vocab_size": 18}
+    return [str(problem) for problem in gpt_problems(runs.DENSE | fields, **known, **sizes, **said)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "words"),
+    [
+        ({"kv_channels": 7}, {}, "kv_channels=7"),
+        ({"hidden_size": 12}, {}, "hidden_size=12 with 4 attention heads"),
+        ({"kv_channels": 7}, {"rotary_percent": 0.5}, None),
+        ({"kv_channels": 7}, {"positions": "none"}, None),
+        ({"kv_channels": 8}, {}, None),
+    ],
+)
+def test_rotary_embeddings_turn_pairs(fields: dict[str, Any], said: dict[str, Any], words: str | None) -> None:
+    found = gpt(fields, **said)
+    assert len(found) == (words is not None)
+    assert all(words in text and "an odd size" in text for text in found if words)
+
+
+def test_grouped_experts_need_transformer_engine() -> None:
+    fields = {**runs.MOE, "moe_grouped_gemm": True}
+    [said] = gpt(fields)
+    assert "moe_grouped_gemm=False" in said
+    assert gpt({**fields, "moe_grouped_gemm": False}) == []
+
+
+def test_modules_that_a_made_config_says_itself_are_let_through() -> None:
+    """A TransformerConfig fills in core_attn where nobody asks for anything; what somebody gives does nothing."""
+    fields = GOOD | {"recompute_modules": ["core_attn"], "recompute_granularity": None}
+    assert config_problems(fields, topology(), built=True) == []
+    assert len(config_problems(fields, topology())) == 1
+    assert config_problems(fields | {"moe_layer_recompute": True}, topology()) == []
+
+
 @pytest.mark.parametrize(("kind", "longest"), [("learned_absolute", None), ("rope", 0), ("none", True)])
 def test_longest_samples(kind: str, longest: Any) -> None:
-    def found(kind: str, longest: Any) -> list[Any]:
-        sizes = {"backend": "auto", "on_gpu": False, "vocab_size": 18}
-        known = {"settled": {}, "defaults": {"attention_dropout": 0.0}, "topology": topology()}
-        return gpt_problems(runs.DENSE, positions=kind, longest=longest, **known, **sizes)
-
-    [problem] = found(kind, longest)
-    assert "max_sequence_length" in str(problem)
-    assert found(kind, 64) == []
+    [said] = gpt({}, positions=kind, longest=longest)
+    assert "max_sequence_length" in said
+    assert gpt({}, positions=kind, longest=64) == []
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "enable_autocast", "autocast_dtype"])
@@ -235,19 +283,18 @@ def test_precision_is_the_trainers(name: str) -> None:
 
 
 def test_transformer_engine_that_is_there_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dcp.models.megatron.problems.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("lightning_dcp.models.megatron.gpt_problems.has_transformer_engine", lambda: True)
     [problem] = backend_problems("transformer_engine", on_gpu=False)
     assert "a run on CPUs" in problem.found
     assert list(backend_problems("transformer_engine", on_gpu=True)) == []
 
 
 def test_fields_that_are_not_the_users_to_give() -> None:
-    given = {"num_layer": 2, TP: 4, "params_dtype": "bf16", "activation_func": "swishy", "hidden_size": "1.6e1"}
+    given = {"num_layer": 2, TP: 4, "params_dtype": "bf16", "activation_func": "swishy"}
     settled = {TP: 2, "params_dtype": torch.float32}
-    known = {"num_layers", "hidden_size", TP, "params_dtype", "activation_func"}
+    known = {"num_layers", TP, "params_dtype", "activation_func"}
     asked = {problem.asked.split("=")[0]: problem for problem in given_problems(given, settled, known)}
-    assert set(asked) == {"num_layer", TP, "params_dtype", "activation_func", "hidden_size"}
-    assert "hidden_size: 16.0" in asked["hidden_size"].remedy
+    assert set(asked) == {"num_layer", TP, "params_dtype", "activation_func"}
     assert asked["num_layer"].remedy == "did you mean num_layers?"
     assert list(given_problems({TP: 2}, settled, known)) == []
 
@@ -467,6 +514,25 @@ MODULES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], list[list[str]]]]
         {},
         [["bf16=True"], ["no max_sequence_length"]],
     ),
+    "text in a config of one's own": (
+        Own,
+        ({"layernorm_epsilon": "1e-5", "kv_channels": 7},),
+        {},
+        [["layernorm_epsilon='1e-5'", "a number as text"], ["kv_channels=7", "an odd size"]],
+    ),
+    "what Megatron-Core refuses of a provider": (
+        Own,
+        ({"ffn_hidden_size": 33},),
+        {TP: 2},
+        [["the provider Own.provider", "33 is not divisible by 2", "ffn_hidden_size"]],
+    ),
+    "an argument that TransformerConfig does not take": (
+        Own,
+        ({"num_layer": 2},),
+        {},
+        [["the provider Own.provider", "unexpected keyword argument 'num_layer'"]],
+    ),
+    "one chunk": (Own, (), {PP: 2, VPP: 1}, [[f"{VPP}=1", "use 2 or more, or leave it out"]]),
     "compiled": (Own, ({}, _compile), {}, [["torch.compile of 'model'", "leave torch.compile out"]]),
     "compiled layer": (Own, ({}, _compile_layer), {}, [["torch.compile of 'model.chunks.0.decoder.layers.0'"]]),
     "two models": (Own, ({}, _second), {PP: 2}, [["regions ['model', 'reference']", f"{PP}=2", f"use {PP}=1"]]),
@@ -527,6 +593,53 @@ def test_modules_that_do_not_run_are_refused_on_every_rank(ranks: RankPool) -> N
             for text, words in zip(outcome[name], problems, strict=True):
                 for word in words:
                     assert word in text, name
+
+
+def broken_provider() -> str:
+    """What a run says of a provider that fails by itself."""
+
+    class Broken(Own):
+        def provider(self, *args: Any, **kwargs: Any) -> nn.Module:
+            raise ValueError("no model today")
+
+    try:
+        trainer(strategy={}).fit(Broken(), loader((5, 3), 2, "packed"))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_a_provider_raises_itself_stays_as_it_is(ranks: RankPool) -> None:
+    assert ranks.run(broken_provider, 1) == ["no model today"]
+
+
+@patch.object(Watchdog, "report")
+def strange_tokens(report: Any) -> list[str]:
+    """What tokens and labels are refused with that the vocabulary does not have, with and without tensor parallelism."""
+    said = []
+    for field, value, sizes in (
+        ("input_ids", runs.VOCABULARY, {TP: 2}),
+        ("labels", runs.VOCABULARY + 3, {TP: 2}),
+        ("input_ids", -1, {}),
+        ("input_ids", runs.VOCABULARY - 1, {TP: 2}),
+    ):
+        data = loader((5, 3), 2, "packed")
+        for sample in data.dataset.samples:  # type: ignore[attr-defined]
+            sample[field] = sample[field].index_fill(0, torch.tensor([2]), value)
+        try:
+            trainer(strategy=sizes).fit(runs.SmallGPT(runs.DENSE, logits=False), data)
+            said.append("")
+        except BatchError as error:
+            said.append(str(error))
+    return said
+
+
+def test_tokens_outside_the_vocabulary_are_refused(ranks: RankPool) -> None:
+    for above, label, below, last in ranks.run(strange_tokens, 2):
+        assert f"input_ids with the id {runs.VOCABULARY}" in above and f"vocab_size={runs.VOCABULARY}" in above
+        assert f"labels with the id {runs.VOCABULARY + 3}" in label and "tokenizer" in label
+        assert "the id -1" in below
+        assert last == ""
 
 
 def refused_calls() -> dict[str, str]:

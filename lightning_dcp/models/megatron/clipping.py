@@ -70,10 +70,10 @@ def _largest(norms: list[Tensor], device: torch.device, clock: WaitClock, spread
     own = torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64, device=device)
     if not spread:
         return own
-    every = torch.empty(dist.get_world_size(), dtype=own.dtype, device=device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     with clock.waiting():
-        dist.all_gather_into_tensor(every, own[None])
-    return every.max()
+        dist.all_gather(every, own)
+    return torch.stack(every).max()
 
 
 def _norm(values: Tensor, norm_type: float) -> Tensor:

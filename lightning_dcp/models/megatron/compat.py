@@ -11,7 +11,9 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import re
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -170,21 +172,61 @@ def without_noise() -> Iterator[None]:
         yield
 
 
+_REFUSALS = (AssertionError, ImportError, NotImplementedError, TypeError, ValueError)
+_CALLED = re.compile(r"(\w*TransformerConfig|GPTModel)\.__init__\(\)")
+"""What Python says of arguments that a class does not take, at the place of the call."""
+_CHECK = (
+    "check the fields of the TransformerConfig and the arguments of GPTModel that this names; sizes of parallel dimensions "
+    "come from model_parallel_fields(self.trainer.strategy), layers from layer_spec, and what is shared out over ranks (heads, "
+    "ffn_hidden_size, vocabulary, layers) must be a multiple of them"
+)
+
+
 @contextmanager
-def refusals(what: str) -> Iterator[None]:
+def refusals(what: str, remedy: str = "change the settings that this names") -> Iterator[None]:
     """Around what Megatron-Core checks itself: its words become a problem of the configuration.
 
     Args:
         what: that is made of the user's settings.
+        remedy: what to do.
 
     Raises:
         ConfigurationError: Megatron-Core refuses something.
     """
     try:
         yield
-    except (AssertionError, ImportError, NotImplementedError, TypeError, ValueError) as error:
-        told = f"Megatron-Core {release()} refuses it: {error or type(error).__name__}"
-        raise ConfigurationError([Problem(what, told, "change the settings that this names")]) from error
+    except _REFUSALS as error:
+        raise _refused(what, remedy, error) from error
+
+
+@contextmanager
+def provider_refusals(provider: Any) -> Iterator[None]:
+    """Around a model provider of the user's own: as :func:`refusals`, and the provider's own errors stay as they are.
+
+    Args:
+        provider: for its name.
+
+    Raises:
+        ConfigurationError: Megatron-Core refuses what the provider gives it.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        if not _is_megatrons(error):
+            raise
+        name = getattr(provider, "__qualname__", type(provider).__qualname__)
+        raise _refused(f"the model that the provider {name} makes", _CHECK, error) from error
+
+
+def _refused(what: str, remedy: str, error: BaseException) -> ConfigurationError:
+    told = f"Megatron-Core {release()} refuses it: {error or type(error).__name__}"
+    return ConfigurationError([Problem(what, told, remedy)])
+
+
+def _is_megatrons(error: BaseException) -> bool:
+    """Whether an error comes out of Megatron-Core's code, or from a call that its classes do not take."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return names[-1].startswith("megatron.") or bool(_CALLED.match(str(error)))
 
 
 def config_fields() -> frozenset[str]:

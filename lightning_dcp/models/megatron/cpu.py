@@ -11,12 +11,14 @@ import importlib
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _PACKAGE = "megatron.core"
@@ -36,6 +38,9 @@ _FACTORIES = (
     *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided", "eye"),
 )
 _SWITCHED = "_lightning_dcp_on_cpu"
+_RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+_NEWER = {old: getattr(dist, new) for old, new in _RENAMED.items() if hasattr(dist, new)}
+"""Collectives that Megatron-Core calls by names of which later releases of torch warn."""
 
 
 class _Nothing:
@@ -148,6 +153,14 @@ def use_cpu() -> None:
         if name.startswith(_PACKAGE) and module is not None and not hasattr(module, _SWITCHED):
             _switch(module)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_no_rng_warning)
+    _silence()
+
+
+@cache
+def _silence() -> None:
+    """Megatron-Core advises how to order kernels of a GPU, by an environment variable."""
+    advice = r"When using (sequence parallelism|async grad allreduce) it is recommended to set the environment variable CUDA_"
+    warnings.filterwarnings("ignore", message=advice, module=r"megatron\.core\.tensor_parallel\.layers")
 
 
 def _switch(module: types.ModuleType) -> None:
@@ -159,6 +172,8 @@ def _switch(module: types.ModuleType) -> None:
         original = getattr(value, "_torchdynamo_orig_callable", None)
         if original is not None:
             setattr(module, name, original)
+        elif value is dist.all_gather_into_tensor or value is dist.reduce_scatter_tensor:
+            setattr(module, name, _NEWER.get(value.__name__, value))
         elif isinstance(value, type) and value.__module__ == module.__name__:
             _uncompile_methods(value)
     vars(module).update(_STAND_INS.get(module.__name__, {}))
@@ -210,7 +225,7 @@ def _unequal_gather(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.
         out = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
         copies = torch.cat([input_] * group.size())
         sent = [len(input_)] * group.size()
-        torch.distributed.all_to_all_single(out, copies, list(output_split_sizes), sent, group=group)
+        dist.all_to_all_single(out, copies, list(output_split_sizes), sent, group=group)
         return out
 
     return gathered
@@ -224,9 +239,7 @@ def _unequal_reduce_scatter(scatter: Callable[..., torch.Tensor]) -> Callable[..
         own = input_split_sizes[group.rank()]
         parts = input_.new_empty((group.size(), own, *input_.shape[1:]))
         sent = list(input_split_sizes)
-        torch.distributed.all_to_all_single(
-            parts.flatten(0, 1), input_.contiguous(), [own] * group.size(), sent, group=group
-        )
+        dist.all_to_all_single(parts.flatten(0, 1), input_.contiguous(), [own] * group.size(), sent, group=group)
         return parts.sum(0)
 
     return scattered

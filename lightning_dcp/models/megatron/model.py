@@ -16,6 +16,8 @@ from lightning_dcp.models.megatron.cpu import on_cpu
 from lightning_dcp.models.megatron.positions import position_problems
 from lightning_dcp.models.megatron.randomness import first_states
 from lightning_dcp.models.megatron.scope import Scope
+from lightning_dcp.models.megatron.stages import chunk_problems
+from lightning_dcp.models.megatron.tokens import refuse_unknown_tokens
 
 Provider = Callable[..., nn.Module]
 """``provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel``, as Megatron-LM's model providers."""
@@ -58,8 +60,8 @@ class MegatronModel(nn.Module):
         scope: what layers may ask about the call that they are part of.
 
     Raises:
-        ConfigurationError: no process groups yet; a release of Megatron-Core that lacks what is needed; or a config that
-            lacks what ``position_embedding_type="yarn"`` needs.
+        ConfigurationError: no process groups yet; a release of Megatron-Core that lacks what is needed; a config that lacks
+            what ``position_embedding_type="yarn"`` needs; or Megatron-Core refuses what the provider gives it.
     """
 
     def __init__(self, provider: Provider, device: torch.device | None = None) -> None:
@@ -78,9 +80,10 @@ class MegatronModel(nn.Module):
                 ]
             )
         self.device_type = _device_type(device)
-        size = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        raise_problems(list(chunk_problems(size)))
         with on_cpu(torch.device(self.device_type)), first_states(self.device_type):
-            self.chunks = nn.ModuleList(self._chunk(provider, stage, size) for stage in range(size))
+            self.chunks = nn.ModuleList(self._chunk(provider, stage, size or 1) for stage in range(size or 1))
         self.scope = Scope()
         for layer in self.modules():
             if layer is not self and hasattr(layer, "scope"):
@@ -102,11 +105,12 @@ class MegatronModel(nn.Module):
 
         virtual = {"ignore_virtual": False, "vp_stage": stage} if size > 1 else {}
         try:
-            return provider(
-                pre_process=parallel_state.is_pipeline_first_stage(**virtual),
-                post_process=parallel_state.is_pipeline_last_stage(**virtual),
-                vp_stage=stage if size > 1 else None,
-            )
+            with compat.provider_refusals(provider):
+                return provider(
+                    pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+                    post_process=parallel_state.is_pipeline_last_stage(**virtual),
+                    vp_stage=stage if size > 1 else None,
+                )
         except AttributeError as error:  # GPTModel asks its config for what position_embedding_type="yarn" needs
             if str(error.name).startswith("yarn_"):
                 raise_problems(list(position_problems("yarn", error.obj)))
@@ -162,9 +166,15 @@ class MegatronModel(nn.Module):
         Raises:
             RegionError: a call outside a step, in a pipeline; an argument that does not go with packs; padding before tokens
                 outside a region; a position that reaches the model's ``max_sequence_length``.
+            BatchError: a token id or label that the vocabulary does not have.
         """
         _refuse(options)
         chunk = self.chunk
+        refuse_unknown_tokens(
+            chunk.vocab_size,
+            input_ids=input_ids if chunk.pre_process else None,
+            labels=labels if chunk.post_process else None,
+        )
         stages = self.config.pipeline_model_parallel_size
         if self.scope.current is None and stages > 1:
             raise RegionError(

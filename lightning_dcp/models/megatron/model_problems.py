@@ -11,7 +11,7 @@ from torch import nn
 from lightning_dcp.errors import Problem
 from lightning_dcp.models.megatron import compat
 from lightning_dcp.models.megatron.model import MegatronModel
-from lightning_dcp.models.megatron.positions import position_problems
+from lightning_dcp.models.megatron.positions import position_problems, rotary_problems
 from lightning_dcp.models.megatron.problems import config_problems
 from lightning_dcp.parallel.topology import Topology
 
@@ -47,8 +47,11 @@ def model_problems(model: MegatronModel, name: str) -> Iterator[Problem]:
         topology_in_force(sequence_parallel=config.sequence_parallel),
         transformer_engine=_has_transformer_engine(model),
         vocab_size=chunk.vocab_size,
+        built=True,
     )
     yield from position_problems(chunk.position_embedding_type, config)
+    if chunk.position_embedding_type == "rope" and isinstance(config.kv_channels, int):
+        yield from rotary_problems(f"kv_channels={config.kv_channels}", config.kv_channels, chunk.rotary_percent)
     places: dict[Finding, list[str]] = {}
     for path, layer in model.named_modules():
         for finding in _findings(layer):

@@ -52,3 +52,18 @@ def length_problems(kind: str, longest: int | None) -> Iterator[Problem]:
     elif longest is not None and (not isinstance(longest, int) or isinstance(longest, bool) or longest < 1):
         remedy = "give the tokens of the longest sample"
         yield Problem(f"max_sequence_length={longest!r}", "not a positive whole number", remedy)
+
+
+def rotary_problems(asked: str, head: int, percent: float) -> Iterator[Problem]:
+    """Whether rotary embeddings fit into a head: they turn pairs of numbers, and Megatron-Core rounds up to whole ones.
+
+    Args:
+        asked: what says the size of a head.
+        head: that size.
+        percent: the share of a head that is turned.
+    """
+    turned = int(head * percent) if percent < 1.0 else head  # as RotaryEmbedding has it
+    if turned + turned % 2 > head:
+        found = f"heads of {head}, an odd size, and rotary embeddings turn pairs of numbers"
+        remedy = "use heads of an even size: hidden_size / num_attention_heads, or kv_channels"
+        yield Problem(asked, found, remedy)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from lightning_dcp.errors import Problem
-from lightning_dcp.models.megatron import compat
 from lightning_dcp.models.megatron.moe_problems import moe_problems
 from lightning_dcp.models.megatron.norm import KINDS
 from lightning_dcp.models.megatron.not_run import NOT_RUN, WITH_TRANSFORMER_ENGINE
-from lightning_dcp.models.megatron.positions import length_problems, position_problems
-from lightning_dcp.models.megatron.spec import has_transformer_engine
+from lightning_dcp.models.megatron.recompute_problems import recompute_problems
 from lightning_dcp.models.megatron.stages import stage_problems
+from lightning_dcp.models.megatron.text_problems import meaning, text_problems
 from lightning_dcp.parallel.topology import Topology
 
 Fields = Mapping[str, Any]
@@ -27,13 +25,15 @@ _IMPORTED_VOCABULARY = (
     "a Hugging Face model brings its own: call model.resize_token_embeddings(pad_to_multiple_of={}) in transformers, and save "
     "it again"
 )
-_BY_TRAINER = ("bf16", "fp16", "enable_autocast", "autocast_dtype")
-"""Fields that say the precision to code of Megatron-LM that runs do not go through."""
-_BACKENDS = ("auto", "local", "transformer_engine")
 
 
 def config_problems(
-    fields: Fields, topology: Topology, *, transformer_engine: bool = False, vocab_size: int | None = None
+    fields: Fields,
+    topology: Topology,
+    *,
+    transformer_engine: bool = False,
+    vocab_size: int | None = None,
+    built: bool = False,
 ) -> list[Problem]:
     """What is wrong with a model of these fields on this layout. Makes no config and needs no process groups.
 
@@ -42,108 +42,21 @@ def config_problems(
         topology: the sizes in force.
         transformer_engine: whether layers are Transformer Engine's.
         vocab_size: rows of the embedding.
+        built: whether these are the fields of a config that is made, and not only those that somebody gave.
     """
+    written = list(text_problems(fields))
+    fields = {name: value if (meant := meaning(value)) is None else meant for name, value in fields.items()}
     return [
+        *written,
         *_missing(fields),
         *_layout_problems(fields, topology),
         *_split_problems(fields, topology, vocab_size),
         *stage_problems(fields, topology),
         *_schedule_problems(fields, topology),
         *_expert_problems(fields, topology),
+        *recompute_problems(fields, transformer_engine=transformer_engine, built=built),
         *_not_run(fields, transformer_engine),
     ]
-
-
-def gpt_problems(
-    given: Fields,
-    *,
-    settled: Fields,
-    defaults: Fields,
-    topology: Topology,
-    backend: str,
-    on_gpu: bool,
-    vocab_size: int,
-    positions: str = "rope",
-    longest: int | None = None,
-) -> list[Problem]:
-    """What is wrong with the settings of a :class:`~lightning_dcp.MegatronGPT`.
-
-    Args:
-        given: fields of the TransformerConfig from the user.
-        settled: those that strategy, trainer and device say.
-        defaults: those where nobody says anything.
-        topology: the sizes in force.
-        backend: what the layers are made of.
-        on_gpu: whether the model will lie on a GPU.
-        vocab_size: rows of the embedding.
-        positions: how the model is told where tokens lie.
-        longest: the ``max_sequence_length`` that was asked for; None where nothing is said.
-    """
-    te = backend == "transformer_engine" or (backend == "auto" and on_gpu and has_transformer_engine())
-    return [
-        *given_problems(given, settled, compat.config_fields()),
-        *backend_problems(backend, on_gpu=on_gpu),
-        *position_problems(positions),
-        *length_problems(positions, longest),
-        *config_problems({**defaults, **given, **settled}, topology, transformer_engine=te, vocab_size=vocab_size),
-    ]
-
-
-def given_problems(given: Fields, settled: Fields, known: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with fields that a user gives to :class:`~lightning_dcp.MegatronGPT`.
-
-    Args:
-        given: the user's.
-        settled: what strategy, trainer and device say.
-        known: the fields that this release's TransformerConfig has.
-    """
-    for name, value in given.items():
-        if name in _BY_TRAINER and value not in (None, False):
-            remedy = f"leave {name} out of config, and use Trainer(precision=...)"
-            yield Problem(f"{name}={value!r} in config", "a precision that the trainer decides, not the config", remedy)
-        elif name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]}?" if near else "leave it out, or give an argument of MegatronGPT"
-            yield Problem(f"{name}={value!r} in config", f"no field of Megatron-Core {compat.release()}", remedy)
-        elif name in settled and value != settled[name]:
-            found = f"{settled[name]!r} by DCPStrategy and Trainer(precision=...)"
-            yield Problem(f"{name}={value!r} in config", found, f"leave {name} out of config, and say it there")
-        elif isinstance(value, str) and _is_number(value):
-            yield Problem(
-                f"{name}={value!r} in config", "a number as text", f"write it as a number: {name}: {float(value)!r}"
-            )
-    function = given.get("activation_func")
-    if isinstance(function, str) and not callable(getattr(torch.nn.functional, function, None)):
-        remedy = "name one, such as silu, gelu or relu"
-        yield Problem(f"activation_func={function!r} in config", "no function of torch.nn.functional", remedy)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def backend_problems(backend: str, *, on_gpu: bool) -> Iterator[Problem]:
-    """What stands against layers of this backend.
-
-    Args:
-        backend: ``auto``, ``local`` or ``transformer_engine``.
-        on_gpu: whether the model will lie on a GPU.
-    """
-    if backend not in _BACKENDS:
-        yield Problem(f"backend={backend!r}", "an unknown value", f"use one of {list(_BACKENDS)}")
-    elif backend == "transformer_engine" and not has_transformer_engine():
-        remedy = "pip install 'lightning-dcp[gpu]' on a machine with CUDA, or use backend='local'"
-        yield Problem("backend='transformer_engine'", "Transformer Engine is not installed", remedy)
-    elif backend == "transformer_engine" and not on_gpu:
-        yield Problem(
-            "backend='transformer_engine'", "a run on CPUs, which it has no kernels for", "use backend='local'"
-        )
-    elif backend == "transformer_engine":
-        yield from compat.release_problems(transformer_engine=True)
 
 
 def _missing(fields: Fields) -> Iterator[Problem]:
@@ -197,7 +110,7 @@ def _split_problems(fields: Fields, topology: Topology, vocab_size: int | None) 
         for field, value in values.items():
             if isinstance(value, int) and value % size and not (field == "num_query_groups" and groups == heads):
                 yield _no_multiple(field, value, name, size)
-    hidden_is, heads_is, groups_is = (_is_count(value) for value in (hidden, heads, groups))
+    hidden_is, heads_is, groups_is = (is_count(value) for value in (hidden, heads, groups))
     if hidden_is and heads_is and hidden % heads and not fields.get("kv_channels"):
         remedy = f"use a hidden_size of {-(-hidden // heads) * heads}, or give the size of a head as kv_channels"
         yield Problem(f"hidden_size={hidden}", f"num_attention_heads={heads}, which does not divide it", remedy)
@@ -206,7 +119,8 @@ def _split_problems(fields: Fields, topology: Topology, vocab_size: int | None) 
         yield Problem(f"num_query_groups={groups}", f"num_attention_heads={heads}, no multiple of it", remedy)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value is a positive whole number."""
     return isinstance(value, int) and value > 0
 
 
@@ -273,10 +187,6 @@ def _not_run(fields: Fields, transformer_engine: bool) -> Iterator[Problem]:
     for name, (found, remedy) in NOT_RUN.items():
         if fields.get(name) not in (None, False, 0, "none"):
             yield Problem(f"{name}={_short(fields[name])}", found, remedy)
-    if not transformer_engine and "layernorm" in (fields.get("recompute_modules") or ()):
-        found = "torch's norms, whose output Megatron-Core would free while it is still needed"
-        remedy = "leave layernorm out of the list: core_attn, mlp and moe are computed again with any layers"
-        yield Problem(f"recompute_modules={fields['recompute_modules']}", found, remedy)
     for name in () if transformer_engine else WITH_TRANSFORMER_ENGINE:
         if fields.get(name):
             remedy = "leave it out, or use layers of Transformer Engine's (backend='transformer_engine', on a GPU)"

@@ -21,6 +21,7 @@ def stage_problems(fields: Mapping[str, Any], topology: Topology) -> Iterator[Pr
         fields: of the TransformerConfig.
         topology: the sizes in force.
     """
+    yield from chunk_problems(topology.virtual_pipeline_model_parallel_size)
     layers = fields.get("num_layers")
     if not topology.is_pipeline or not isinstance(layers, int) or fields.get("pipeline_model_parallel_layout"):
         return
@@ -39,6 +40,13 @@ def stage_problems(fields: Mapping[str, Any], topology: Topology) -> Iterator[Pr
         fitting = [n - len(extra) for n in (total // parts * parts, -(-total // parts) * parts) if n > len(extra)]
         remedy = f"use num_layers={' or '.join(map(str, fitting))}, {_OWN}"
         yield Problem(f"{asked} on {_sizes(topology)}", f"{total} layers, which {parts} does not divide", remedy)
+
+
+def chunk_problems(chunks: int | None) -> Iterator[Problem]:
+    """What is wrong with the number of chunks of a stage, by which Megatron-Core tells a virtual pipeline from a plain one."""
+    if chunks is not None and chunks < 2:
+        found = "one chunk of layers on each stage, a pipeline that is not virtual"
+        yield Problem(f"virtual_pipeline_model_parallel_size={chunks}", found, "use 2 or more, or leave it out")
 
 
 def _uneven(layers: int, own: Mapping[str, int], topology: Topology) -> Iterator[Problem]:

@@ -95,10 +95,11 @@ class ShardedCheckpoints:
             rest["optimizer_states"] = [{**state, "parameters": catalog} for state, catalog in entries]
             rest[_STATES] = streams.gathered(streams.random_states(self._device), self._groups.control)
         begin_on_all_ranks(target, self._groups.control)
+        group = self._background_group() if in_background else self._groups.control
+        # Megatron-Core first: it takes a directory that holds something for what is left of an earlier checkpoint.
+        write = planned_write(sharded, target, group, self._device, snapshot=in_background)
         write_file = partial(write_rest, rest, unfinished(target) / REST)
         on_first_rank(write_file, f"the checkpoint {target} could not be written", self._groups.control)
-        group = self._background_group() if in_background else self._groups.control
-        write = planned_write(sharded, target, group, self._device, snapshot=in_background)
         if in_background:
             self._pending = BackgroundWrite(target, write)
         else:
