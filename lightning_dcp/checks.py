@@ -67,7 +67,7 @@ def argument_problems(strategy: DCPStrategy) -> list[Problem]:
     }
     for name, allowed in choices.items():
         value = getattr(strategy, name)
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             problems.append(Problem(f"{name}={value!r}", "an unknown value", f"use one of {list(allowed)}"))
     problems += _layout_problems(strategy.layout)
     problems += strategy.boundaries.problems()
@@ -160,7 +160,7 @@ def _region_problems(names: Any) -> list[Problem]:
 
 def _layout_problems(name: str) -> list[Problem]:
     """What is wrong with a layout of the user's own, found on a small pack."""
-    if name not in LAYOUTS:
+    if not isinstance(name, str) or name not in LAYOUTS:
         return []  # refused above
     try:
         build_layout(name, (7, 1, 40), 2)

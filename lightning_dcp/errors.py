@@ -76,7 +76,8 @@ class SampleTooLongError(PlanError):
         super().__init__(
             f"{name} has {length} tokens; at max_seqlen_per_dp_cp_rank={max_seqlen_per_dp_cp_rank} it would need "
             f"{needed} ranks, and the largest context-parallel group has {ranks}. The largest length that fits is "
-            f"{ranks * max_seqlen_per_dp_cp_rank}: cut the sample, raise max_seqlen_per_dp_cp_rank, or use more ranks."
+            f"{ranks * max_seqlen_per_dp_cp_rank}: cut the sample, raise max_seqlen_per_dp_cp_rank (and the max_tokens of a "
+            "boundary_budget, which is the smaller of the two where one is given), or use more ranks."
         )
 
     def named(self, sample_id: int) -> SampleTooLongError:

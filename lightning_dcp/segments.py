@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,29 +50,69 @@ def as_segments(values: Iterable[Any], length: int, *, sample: object = "") -> S
     Raises:
         BatchError: everything that is wrong with them, at once.
     """
-    segments = tuple(_segment(value, sample) for value in values)
-    problems, last = [], 0
-    for segment in segments:
-        if not last <= segment.start < segment.end <= length:
-            problems.append(f"{segment} must hold tokens, begin at {last} or later and end at {length} or before")
-        if not (math.isfinite(segment.density) and segment.density > 0):
-            problems.append(f"{segment}: a density is a finite number above 0")
-        last = max(last, segment.end)
+    segments: list[Segment] = []
+    problems: list[str] = []
+    last = 0
+    for value in values:
+        try:
+            given = Segment(**value) if isinstance(value, Mapping) else Segment(*value)
+        except TypeError as error:
+            remedy = "give (start, end, kind, density) or a mapping with these names"
+            problems.append(f"{value!r:.200} is no segment ({error}): {remedy}")
+            continue
+        read = _checked(given, problems)
+        if read is None:
+            continue
+        if not last <= read.start < read.end <= length:
+            problems.append(f"{read} must hold tokens, begin at {last} or later and end at {length} or before")
+        last = max(last, read.end)
+        segments.append(read)
     if problems:
         raise BatchError(f"segments of sample {sample} of {length} tokens: {'; '.join(problems)}")
-    return segments
+    return tuple(segments)
 
 
-def _segment(value: Any, sample: object) -> Segment:
+def _checked(given: Segment, problems: list[str]) -> Segment | None:
+    """A segment of plain values; None and what is wrong among the problems if there are other things in it."""
+    wrong = []
+    start, end = _whole(given.start), _whole(given.end)
+    if start is None or end is None:
+        wrong.append("start and end are whole numbers")
+    kind, density = _text(given.kind), _number(given.density)
+    if kind is None:
+        wrong.append("a kind is a string that is not empty and can be written as UTF-8")
+    if density is None:
+        wrong.append("a density is a finite number above 0")
+    problems += [f"{given!r:.200}: {text}" for text in wrong]
+    return None if start is None or end is None or kind is None or density is None else Segment(start, end, kind, density)
+
+
+def _whole(value: Any) -> int | None:
     try:
-        if isinstance(value, Segment):
-            return value
-        found = Segment(**value) if isinstance(value, Mapping) else Segment(*value)
-        return Segment(int(found.start), int(found.end), str(found.kind), float(found.density))
-    except (TypeError, ValueError) as error:
-        raise BatchError(
-            f"sample {sample}: {value!r} is no segment ({error}): give (start, end, kind, density) or a mapping with these names"
-        ) from error
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _text(value: Any) -> str | None:
+    try:
+        return value.encode("utf-8").decode("utf-8") if isinstance(value, str) and value else None  # no subclass of it
+    except UnicodeEncodeError:
+        return None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        found = None if isinstance(value, bool | str | bytes | bytearray) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if found is not None and math.isfinite(found) and found > 0 else None
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number that a float can hold."""
+    # a comparison, since math.isfinite raises for integers beyond all floats
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def covering(segments: Sequence[Segment], length: int) -> SampleSegments:

@@ -60,7 +60,11 @@ def test_fit_validate_and_predict(tmp_path: Path) -> None:
 
 
 REFUSALS = {
-    "all ranks": (["--trainer.strategy.init_args.max_seqlen_per_dp_cp_rank=50"], "SampleTooLongError: ", "raise max_seqlen"),
+    "all ranks": (
+        ["--trainer.strategy.init_args.max_seqlen_per_dp_cp_rank=50"],
+        "SampleTooLongError: ",
+        "raise max_seqlen",
+    ),
     "rank 1 alone": (
         ["--trainer.callbacks+=tests.test_cli.FailsAlone"],
         "PeerFailureError: rank 1 failed: DataError: a file that only rank 1 reads",
@@ -72,7 +76,7 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_refusal_is_told_once_and_no_error_is_lost(case: str, tmp_path: Path) -> None:
     options, words, end = REFUSALS[case]
-    done = started(tmp_path, "fit", "--trainer.max_steps=3", *options)
+    done = started(tmp_path, "fit", "--trainer.max_steps=3", "--trainer.val_check_interval=3", *options)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr and "is deprecated" not in done.stderr
     [told] = [line for line in done.stderr.splitlines() if end in line]

@@ -61,7 +61,9 @@ def audit(
         if layout.size != pack.cp_size or layout.lengths != tuple(plan.lengths[s] for s in pack.samples):
             raise PlanError(f"pack {number}: the layout is of other samples or ranks than {pack}")
         pieces = pieces_of(layout.lengths, pack_segments(pack, segments), within)
-        seen = _AuditedPack(number, pack, layout, pieces, within, work, [ids[s] for s in pack.samples], ring)
+        seen = _AuditedPack(
+            number, pack, layout, pieces, within, work, [ids[s] for s in pack.samples], ring, plan.plane_size
+        )
         findings += seen.findings()
     return Audit(tuple(findings))
 
@@ -78,6 +80,7 @@ class _AuditedPack:
     work: Work
     ids: Sequence[Any]
     ring: Sequence[int]
+    plane_size: int
 
     @cached_property
     def loads(self) -> list[ShardLoad]:
@@ -136,8 +139,12 @@ class _AuditedPack:
         size = self.pack.cp_size
         if total <= size * limit:
             return "; the budgeted layout keeps to it"
-        needed = f"a CP size of {-(-total // limit)} or more would do"
-        return f". The pack has {total} {what}, more than {size} rank(s) may hold: {needed}"
+        needed, held = -(-total // limit), f". The pack has {total} {what}, more than"
+        if needed <= self.plane_size:
+            return f"{held} {size} rank(s) may hold: a CP size of {needed} or more would do"
+        name = "dense_limit" if what == "dense tokens" else "max_tokens"
+        most = f"{held} all {self.plane_size} rank(s) of the plane may hold: {name}={-(-total // self.plane_size)} would do"
+        return most if size == self.plane_size else f"{most} on all, {name}={-(-total // size)} on its {size}"
 
     def _is_oversized(self, piece: Piece) -> bool:
         limits = [self.budget.max_tokens, self.budget.dense_limit if piece.dense else None]

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_dcp.callbacks.timed import TimedBatches, log_values, number_problems, scheduler_of
+from lightning_dcp.callbacks.timed import TimedBatches, log_values, naming_failures, number_problems, scheduler_of
 from lightning_dcp.errors import raise_problems
 from lightning_dcp.metrics import BusyShare, ModelFlopUtilization, PaddingShare, StepTime, TokenThroughput
 from lightning_dcp.parallel.context import region_tokens
@@ -89,7 +89,8 @@ class PerformanceMonitor(TimedBatches):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what is left."""
         if self._counted:
-            self._publish(trainer)
+            with naming_failures(trainer):
+                self._publish(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the run's groups."""

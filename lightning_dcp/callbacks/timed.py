@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class TimedBatches(Callback):
         seconds = time.perf_counter() - self._start
         callback = scheduler_of(trainer, self)
         if callback.scheduled is not None and callback.result is not None:
-            self.count(trainer, callback.scheduled, callback.result, seconds)
+            with naming_failures(trainer):
+                self.count(trainer, callback.scheduled, callback.result, seconds)
 
     @abstractmethod
     def count(self, trainer: Trainer, scheduled: ScheduledBatch, result: BatchResult, seconds: float) -> None:
@@ -43,6 +45,16 @@ class TimedBatches(Callback):
             result: what its packs gave.
             seconds: from its start to its end.
         """
+
+
+def naming_failures(trainer: Trainer) -> AbstractContextManager[None]:
+    """Around what asks the other ranks: an exchange that breaks off since one of them failed says which one and why.
+
+    The trainer's strategy runs packs, which :func:`scheduler_of` makes sure of.
+    """
+    strategy: Any = trainer.strategy
+    found: AbstractContextManager[None] = strategy._naming_failures()
+    return found
 
 
 def scheduler_of(trainer: Trainer, asking: Callback) -> SchedulerCallback:

@@ -24,7 +24,7 @@ def collate_packed(samples: Samples) -> PackedBatch:
     A sample's ``segments``, a list of :class:`~lightning_dcp.segments.Segment`, become those of the batch; if some samples
     have them, the others have none.
     """
-    fields = [{name: value for name, value in sample.items() if isinstance(value, Tensor)} for sample in samples]
+    fields = [{n: v for n, v in sample.items() if isinstance(v, Tensor) and n != SEGMENTS} for sample in samples]
     indexed = all("index" in sample for sample in samples)
     ids = [sample["index"] for sample in samples] if indexed else None
     segments = [sample.get(SEGMENTS) for sample in samples] if any(SEGMENTS in s for s in samples) else None

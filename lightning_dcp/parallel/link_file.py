@@ -71,11 +71,11 @@ def _load(path: str | Path | None, where: MeasuredOn) -> tuple[LinkTable | None,
     """The table in a file if it fits; else why links are measured, or what forbids it."""
     if path is None:
         return None, "no file for them was named", []
-    if not Path(path).exists():
-        return None, "the file was not there yet", []
     try:
+        if not Path(path).exists():
+            return None, "the file was not there yet", []
         table = LinkTable.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, DataError) as error:
+    except (OSError, ValueError, RecursionError, DataError) as error:
         remedy = "name a file of measured links, or one that is not there yet"
         return None, "", [Problem(f"links_file={str(path)!r}", f"a file that holds none: {error}", remedy)]
     if table.measured_on != where or table.ranks != len(where.hosts):
@@ -87,11 +87,11 @@ def _write(path: str | Path | None, table: LinkTable) -> list[Problem]:
     """Write a table so that a reader sees the old file or the new one; what forbids it."""
     if path is None:
         return []
-    temporary = Path(path).with_name(f"{Path(path).name}.new")
     try:
+        temporary = Path(path).with_name(f"{Path(path).name}.new")
         temporary.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(table.to_json()) + "\n", encoding="utf-8")
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return [Problem(f"links_file={str(path)!r}", str(error), "name a file that can be written")]
     return []

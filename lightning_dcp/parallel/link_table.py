@@ -101,7 +101,7 @@ class LinkTable:
             hosts = where and tuple(tuple(map(str, hosts)) for hosts in where["hosts"])
             measured_on = where and MeasuredOn(hosts, str(where["backend"]), str(where["device"]))
             return cls(_rows(data["latency_s"]), _rows(data["bandwidth"]), measured_on)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{_KIND}, but not as they are written: {error!r}") from error
 
 

@@ -40,8 +40,18 @@ def by_sample(packs: Iterable[PackTime], seconds: float) -> dict[Hashable, float
     weights: dict[Hashable, float] = defaultdict(float)
     for pack, share in _shares(list(packs)):
         tokens = pack.sample_tokens or (1,) * len(pack.sample_ids)
-        _add(weights, dict(zip(pack.sample_ids, tokens, strict=True)), share)
+        _add(weights, dict(zip(map(_name, pack.sample_ids), tokens, strict=True)), share)
     return _scaled(weights, seconds)
+
+
+def _name(sample: Any) -> Hashable:
+    """A sample's id, as text if it is a list or something else that cannot be counted by."""
+    try:
+        hash(sample)
+    except TypeError:
+        return repr(sample)
+    name: Hashable = sample
+    return name
 
 
 def by_kind(packs: Iterable[PackTime], seconds: float) -> dict[str, float]:

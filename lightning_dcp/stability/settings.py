@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from lightning_dcp.errors import Problem, raise_problems
+from lightning_dcp.segments import is_number
 
 HOST_FLOOR_S, DEVICE_FLOOR_S = 0.010, 0.001
 """Where hops are timed by the host, its processes hold each other up by milliseconds; a device's stream does not."""
@@ -51,12 +51,12 @@ class AlarmSettings:
         problems += [
             Problem(f"{name}={getattr(self, name)!r}", f"not a finite number above {least}", f"give such a {name}")
             for name, least in (("link_factor", 1), ("rank_factor", 1))
-            if not _is_number(getattr(self, name)) or getattr(self, name) <= least
+            if not is_number(getattr(self, name)) or getattr(self, name) <= least
         ]
         problems += [
             Problem(f"{name}={value!r}", "not a finite number of 0 or more", f"give {name} in seconds")
-            for name, value in (("link_floor_s", self.link_floor_s or 0.0), ("rank_floor_s", self.rank_floor_s))
-            if not _is_number(value) or value < 0
+            for name, value in (("link_floor_s", 0.0 if self.link_floor_s is None else self.link_floor_s), ("rank_floor_s", self.rank_floor_s))
+            if not is_number(value) or value < 0
         ]
         if not problems and not self.window < 2 * self.needed <= 2 * self.window:
             found = f"needed={self.needed}: an alarm must need more than half of the window, and at most all of it"
@@ -72,7 +72,3 @@ class AlarmSettings:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

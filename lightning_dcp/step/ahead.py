@@ -168,10 +168,10 @@ class PlanAhead:
         ready = ready and checked is not None
         return self._counted(Planned(settled, digest, ready, time.perf_counter() - start), submitted=job is not None)
 
-    def replace_scheduler(self, scheduler: Scheduler) -> None:
-        """Plan by another scheduler from the next step on: plans that are made already are dropped."""
+    def replace_scheduler(self, scheduler: Scheduler, settle: Settle) -> None:
+        """Plan by another scheduler, and lay packs out anew, from the next step on: plans made already are dropped."""
         with self._turn:
-            self.scheduler = scheduler
+            self.scheduler, self._settle = scheduler, settle
         while self._open_jobs:
             self._open_jobs.pop().withdraw()
 
@@ -209,7 +209,7 @@ class PlanAhead:
     def _make(self, samples: Samples) -> Checked:
         lengths = samples.lengths
         with self._turn:
-            plan = self.scheduler.schedule(lengths)
+            settle, plan = self._settle, self.scheduler.schedule(lengths)
         if not isinstance(plan, StepPlan):
             raise PlanError(f"{type(self.scheduler).__name__}.schedule returned {type(plan).__name__}, not a StepPlan")
         if plan.alignment != self._alignment:
@@ -219,7 +219,7 @@ class PlanAhead:
             raise PlanError(f"the plan is for lengths {_short(plan.lengths)}, but the batch has {_short(lengths)}")
         if plan.ranks != self._ranks:
             raise PlanError(f"the plan is for {plan.ranks} rank(s), but the plane has {self._ranks}")
-        settled = self._settle(plan, samples)
+        settled = settle(plan, samples)
         if settled.plan is not plan:
             settled.plan.validate()
         return settled, settled.plan.digest()

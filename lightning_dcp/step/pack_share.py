@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from lightning_dcp.boundaries.budget import BoundaryBudget
 from lightning_dcp.parallel.layout import PackLayout
 from lightning_dcp.parallel.rank_times import PackShare
 from lightning_dcp.schedule.plan import Pack
-from lightning_dcp.segments import SampleSegments, Segment, covering, cut
+from lightning_dcp.segments import PLAIN, SampleSegments, Segment
 
 
 def pack_share(
@@ -34,24 +36,27 @@ def pack_share(
         segments: of its samples; None if they have none.
         budget: says which segments are dense.
     """
-    held = [] if segments is None else held_segments(layout, place, segments)
     kinds: Counter[str] = Counter()
-    for segment in held:
+    dense = 0
+    for segment in () if segments is None else held_segments(layout, place, segments):
         kinds[segment.kind] += segment.num_tokens
-    dense = sum(segment.num_tokens for segment in held if budget.is_dense(segment))
+        dense += segment.num_tokens if budget.is_dense(segment) else 0
     tokens = layout.tokens(place)
+    if segments is not None and sum(kinds.values()) < tokens:
+        kinds[PLAIN] += tokens - sum(kinds.values())
     ids = tuple(sample_ids)
     return PackShare(number, pack.first_rank, pack.cp_size, tokens, dense, ids, dict(kinds), layout.lengths)
 
 
-def held_segments(layout: PackLayout, place: int, segments: Sequence[SampleSegments]) -> list[Segment]:
-    """The parts of segments that a rank of a group holds, plain tokens between them as segments of their own."""
-    lengths = layout.lengths
-    return [
-        part
-        for chunk in layout.ranks[place]
-        for part in cut(covering(segments[chunk.sample], lengths[chunk.sample]), chunk.start, chunk.end)
-    ]
+def held_segments(layout: PackLayout, place: int, segments: Sequence[SampleSegments]) -> Iterator[Segment]:
+    """The parts of segments that a rank of a group holds; found by their ends, since samples may have thousands."""
+    for chunk in layout.ranks[place]:
+        own = segments[chunk.sample]
+        number = bisect_right(own, chunk.start, key=attrgetter("end"))
+        while number < len(own) and own[number].start < chunk.end:
+            segment = own[number]
+            yield segment._replace(start=max(segment.start, chunk.start), end=min(segment.end, chunk.end))
+            number += 1
 
 
 def dense_tokens(layout: PackLayout, segments: Sequence[SampleSegments], budget: BoundaryBudget) -> list[float]:

@@ -31,7 +31,9 @@ class BoundaryChoice:
     def limit(self, max_seqlen_per_dp_cp_rank: Any) -> Any:
         """Tokens that plans may give a rank: so few that they keep the budget."""
         own = self.budget.max_tokens if isinstance(self.budget, BoundaryBudget) else None
-        return max_seqlen_per_dp_cp_rank if own is None else min(own, max_seqlen_per_dp_cp_rank)
+        if own is None or not isinstance(max_seqlen_per_dp_cp_rank, int):  # what is no number is refused elsewhere
+            return max_seqlen_per_dp_cp_rank
+        return min(own, max_seqlen_per_dp_cp_rank)
 
     def problems(self) -> list[Problem]:
         """What is wrong whatever the machine is."""
@@ -39,7 +41,7 @@ class BoundaryChoice:
         if self.budget is not None and not isinstance(self.budget, BoundaryBudget):
             remedy = "give a lightning_dcp.BoundaryBudget(max_tokens=..., dense_limit=...)"
             problems.append(Problem(f"boundary_budget={self.budget!r}", f"a {type(self.budget).__name__}", remedy))
-        if self.on_violation not in ways:
+        if not isinstance(self.on_violation, str) or self.on_violation not in ways:
             problems.append(
                 Problem(f"on_violation={self.on_violation!r}", "an unknown value", f"use one of {list(ways)}")
             )
@@ -58,7 +60,7 @@ class PlanSettler:
         choice: of the scheduler, for plans in place of those whose shards break the budget.
         ranks: of the plane.
         nodes: ranks of the plane in one node, if nobody said so.
-        orders: ring orders at set-up: dense shards go to the ranks whose keys take the short way.
+        orders: ring orders in force: dense shards go to the ranks whose keys take the short way.
     """
 
     boundaries: BoundaryChoice

@@ -43,6 +43,7 @@ from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import CostModel, Scheduler
 from lightning_dcp.schedule.alignment import NO_ALIGNMENT
 from lightning_dcp.schedule.choice import SchedulerChoice
+from lightning_dcp.stability.governor import Fallback
 from lightning_dcp.stability.settings import AlarmSettings
 from lightning_dcp.step.ahead import PlanAhead
 from lightning_dcp.step.audit_log import AuditLog
@@ -261,6 +262,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
         self._choice = self.scheduler_choice
         self._planner: PlanAhead | None = None
         self._control: StepControl | None = None
+        self._planned_by: Fallback | None = None
         self._callback: SchedulerCallback | None = None
         self._watchdog: Watchdog | None = None
         self._outputs = GATHERED
@@ -359,7 +361,7 @@ class DCPStrategy(StepHooks, OptimizationHooks, CheckpointHooks):
 
     def describe(self) -> str:
         """The sizes in force, in words."""
-        t, limit = self.topology, self._alignment.limit(self.max_seqlen_per_dp_cp_rank)
+        t, limit = self.topology, self._alignment.limit(self.boundaries.limit(self.max_seqlen_per_dp_cp_rank))
         sizes = self._choice.sizes(t.plane_size, self._plane_ranks_in_node())
         parts = [
             f"Context parallelism: {self._choice.name}, sizes {', '.join(map(str, sizes))} on a plane of "

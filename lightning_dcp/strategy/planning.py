@@ -25,7 +25,9 @@ class Planning(StrategyState):
     def _new_control(self, *, fitting: bool) -> StepControl:
         """Ring orders; and, when training, the watch over hops."""
         device = self.root_device
-        self._choice = replace(self._choice, rank_speeds=self.scheduler_choice.rank_speeds)  # a run before may have changed it
+        self._choice = replace(
+            self._choice, rank_speeds=self.scheduler_choice.rank_speeds
+        )  # a run before may have changed it
         orders, table = self.steadiness.orders(self.groups, device, rank_zero_info)
         watch = None
         if fitting:
@@ -43,10 +45,18 @@ class Planning(StrategyState):
         return StepControl(orders, table, watch, speaks=self.global_rank == 0)
 
     def _new_planner(self) -> PlanAhead:
+        self._planned_by = self.control.state
+        return PlanAhead(
+            self._new_scheduler(self._choice),
+            self.topology.plane_size,
+            enabled=self.plan_ahead,
+            alignment=self._alignment,
+            settle=self._new_settler(),
+        )
+
+    def _new_settler(self) -> PlanSettler:
         ranks, nodes = self.topology.plane_size, self._plane_ranks_in_node()
-        settle = PlanSettler(self.boundaries, self._choice, ranks, nodes, self.control.state.orders)
-        scheduler = self._new_scheduler(self._choice)
-        return PlanAhead(scheduler, ranks, enabled=self.plan_ahead, alignment=self._alignment, settle=settle)
+        return PlanSettler(self.boundaries, self._choice, ranks, nodes, self.control.state.orders)
 
     def _new_scheduler(self, choice: SchedulerChoice) -> Scheduler:
         ranks, nodes = self.topology.plane_size, self._plane_ranks_in_node()
@@ -58,11 +68,12 @@ class Planning(StrategyState):
         return scheduler
 
     def _state_in_force(self) -> Fallback:
-        """Ring orders, exchange schemes and speeds for the next batch; new speeds need new plans."""
+        """Ring orders, exchange schemes and speeds for the next batch; new ones need new plans and layouts."""
         state = self.control.state
-        if self._planner is not None and state.rank_speeds != self._choice.rank_speeds:
+        if self._planner is not None and state is not self._planned_by:
+            self._planned_by = state
             self._choice = replace(self._choice, rank_speeds=state.rank_speeds)
-            self._planner.replace_scheduler(self._new_scheduler(self._choice))
+            self._planner.replace_scheduler(self._new_scheduler(self._choice), self._new_settler())
         return state
 
     def _plane_ranks_in_node(self) -> int | None:

@@ -22,6 +22,7 @@ from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule.alignment import Alignment
 from lightning_dcp.schedule.choice import SchedulerChoice
+from lightning_dcp.stability.governor import Fallback
 from lightning_dcp.step.ahead import PlanAhead, PlanCounts
 from lightning_dcp.step.audit_log import AuditLog
 from lightning_dcp.step.control import StepControl
@@ -47,6 +48,7 @@ class StrategyState(DDPStrategy):
     async_checkpoint: bool
     plan_ahead: bool
     attention_settings: AttentionSettings
+    scheduler_choice: SchedulerChoice
     boundaries: BoundaryChoice
     steadiness: SteadinessChoice
     audits: AuditLog
@@ -60,6 +62,7 @@ class StrategyState(DDPStrategy):
     _choice: SchedulerChoice
     _planner: PlanAhead | None
     _control: StepControl | None
+    _planned_by: Fallback | None
     _callback: SchedulerCallback | None
     _watchdog: Watchdog | None
     _outputs: OutputsChoice

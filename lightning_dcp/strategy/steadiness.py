@@ -45,11 +45,21 @@ class SteadinessChoice:
         elif self.alarms is not None and self.hop_timing is False:
             remedy = "use hop_timing=True, or leave alarms out"
             problems.append(Problem("alarms=... with hop_timing=False", "no times that an alarm could rest on", remedy))
-        if self.links_file is not None and self.ring_order != "measured":
+        return problems + self._links_file_problems()
+
+    def _links_file_problems(self) -> list[Problem]:
+        path = self.links_file
+        if path is None:
+            return []
+        asked = f"links_file={str(path)!r:.200}"
+        if not isinstance(path, str | Path):
+            return [Problem(f"links_file={path!r:.200}", f"a {type(path).__name__}", "give the path of a file")]
+        if not Path(path).name or "\0" in str(path):
+            return [Problem(asked, "no path of a file", "give the path of a file, one that is not there yet will do")]
+        if not (isinstance(self.ring_order, str) and self.ring_order == "measured"):
             found = f"ring_order={self.ring_order!r}, for which no links are measured"
-            remedy = "use ring_order='measured', or leave links_file out"
-            problems.append(Problem(f"links_file={str(self.links_file)!r}", found, remedy))
-        return problems
+            return [Problem(asked, found, "use ring_order='measured', or leave links_file out")]
+        return []
 
     def plane_problems(self, ranks: int) -> list[Problem]:
         """What is wrong on a plane of this many ranks."""

@@ -198,7 +198,7 @@ def test_arguments_that_do_not_go_together(options, found):
 
 
 def test_saving_needs_a_run(tmp_path):
-    with pytest.raises(ConfigurationError, match="in a hook or after a run"):
+    with pytest.raises(ConfigurationError, match="in a hook such as on_train_end, or after a run"):
         MegatronGPT({"num_layers": 1}).save_huggingface(tmp_path)
 
 

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_dcp import ConfigurationError, MegatronGPT
+from lightning_dcp import ConfigurationError, MegatronModel
 from lightning_dcp.models.megatron import compat
 from tests.megatron import runs
 from tests.support.plans import GivenPlan
@@ -75,10 +75,10 @@ def joined_job():
 
 
 class MegatronModule(runs.SmallGPT):
-    """Its weights are what Megatron-Core draws."""
+    """A model as of the user's own making: its config is seen when it is made, and its weights are what Megatron-Core draws."""
 
     def configure_model(self):
-        MegatronGPT.configure_model(self)
+        self.model = MegatronModel(self.provider)
 
 
 @pytest.mark.skipif(

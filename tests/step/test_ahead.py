@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_dcp.boundaries.findings import Audit
+from lightning_dcp.boundaries.settle import Settled
 from lightning_dcp.errors import PlanError, SampleTooLongError
 from lightning_dcp.schedule import StaticScheduler, StepPlan
 from lightning_dcp.step.ahead import KEPT, PlanAhead, Samples
@@ -325,3 +327,19 @@ raise SystemExit(3)
 def test_a_plan_under_way_does_not_keep_the_process_alive() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout) == (3, "planning\n"), done.stderr
+
+
+def test_another_scheduler_drops_plans_made_ahead_and_lays_out_anew(ahead: Any) -> None:
+    first, second = Recording(), Recording(limit=32)
+    planner = ahead(first)
+    planner.submit(Batch(5, 3))
+    finish(planner)
+    notes = Audit((), ("laid out anew",))
+    planner.replace_scheduler(second, lambda plan, samples: Settled(plan, audit=notes))
+    planned = planner.plan(Samples((5, 3)))
+    assert not planned.ready
+    assert planned.plan.max_seqlen_per_dp_cp_rank == 32
+    assert planned.settled.audit is notes
+    planner.submit(Batch(9, 2))
+    finish(planner)
+    assert planner.plan(Samples((9, 2))).ready, "planning ahead goes on"

@@ -15,7 +15,7 @@ from lightning_dcp.callbacks.stability.measured import Measured
 from lightning_dcp.callbacks.stability.records import planned_packs, untimed_record
 from lightning_dcp.callbacks.stability.run_facts import run_facts
 from lightning_dcp.callbacks.stability.summary import summary_table
-from lightning_dcp.callbacks.timed import TimedBatches, log_values, number_problems, scheduler_of
+from lightning_dcp.callbacks.timed import TimedBatches, log_values, naming_failures, number_problems, scheduler_of
 from lightning_dcp.errors import DataError, raise_problems
 from lightning_dcp.metrics.speed import quantile_problems
 from lightning_dcp.stability.record import Event, StepRecord
@@ -106,7 +106,8 @@ class StabilityMonitor(TimedBatches):
         self._measured = Measured(strategy.topology.plane_size, **self._settings)
         self._measured.join(strategy.groups.control)
         strategy.control.detail = "spans" if self.record else "packs"
-        folder = trainer.log_dir or trainer.default_root_dir  # asks all ranks, so it is read on all
+        with naming_failures(trainer):
+            folder = trainer.log_dir or trainer.default_root_dir  # asks all ranks, so it is read on all
         if self.record and trainer.is_global_zero:
             self._folder = RunFolder(Path(folder, FOLDER), {"warmup_batches": self.warmup_batches} | run_facts(trainer))
 
@@ -168,7 +169,8 @@ class StabilityMonitor(TimedBatches):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what is left."""
         if self._unpublished:
-            self._publish(trainer)
+            with naming_failures(trainer):
+                self._publish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the record; print the table, on one rank."""

@@ -146,7 +146,12 @@ def _marked(messages: list[dict[str, Any]], places: list[list[int]], text: str, 
     """Where places inside messages lie in the text."""
     if not any(places):
         return []
-    mark = next(chr(code) for code in MARKS if chr(code) not in text)
+    mark = next((chr(code) for code in MARKS if chr(code) not in text), None)
+    if mark is None:
+        raise DataError(
+            f"the text holds all {len(MARKS)} characters for private use, of which one must be free to find borders inside "
+            "messages. Take characters from U+E000 to U+F8FE out of it"
+        )
     marked = [m | {"content": _with_marks(m["content"], p, mark)} for m, p in zip(messages, places, strict=True)]
     found = render(marked, False).split(mark)
     if "".join(found) != text or len(found) - 1 != sum(map(len, places)):

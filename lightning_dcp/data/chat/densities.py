@@ -41,7 +41,7 @@ def _read(given: Mapping[str, float] | str | None) -> tuple[dict[str, float], li
     if isinstance(given, str):
         try:
             values = yaml.safe_load(Path(given).expanduser().read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             return {}, [Problem(asked, f"cannot be read: {error}", remedy)]
     if not isinstance(values, Mapping):
         return {}, [Problem(asked, f"a {type(values).__name__}", remedy)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_dcp.data.jsonl import json_object
+from lightning_dcp.data.tokenizer import utf8
 from lightning_dcp.errors import DataError
+from lightning_dcp.segments import is_number
 
 ASSISTANT = "assistant"
 TOOL_CALL = "tool_call"
@@ -227,9 +228,18 @@ def as_json(value: Any) -> str:
 def _string(given: Mapping[str, Any], key: str, place: _Place) -> str:
     value = given.get(key)
     if isinstance(value, str) and value:
-        return value
+        return _encodable(value, f".{key}", place)
     place.wrong(f".{key} is {'missing' if key not in given else _short(value)}; give a string that is not empty")
     return "?"
+
+
+def _encodable(text: str, step: str, place: _Place) -> str:
+    """The text; what no file could hold is a problem."""
+    try:
+        utf8(text)
+    except DataError as error:
+        place.wrong(f"{step} is {_short(text)}: {error}")
+    return text
 
 
 def _density(given: Mapping[str, Any], place: _Place) -> float | None:
@@ -240,9 +250,9 @@ def _density(given: Mapping[str, Any], place: _Place) -> float | None:
     return None
 
 
-def is_density(value: object) -> bool:
+def is_density(value: Any) -> bool:
     """Whether a value is a finite number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return is_number(value) and value > 0
 
 
 def _short(value: object) -> str:

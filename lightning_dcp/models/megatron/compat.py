@@ -178,7 +178,7 @@ _CALLED = re.compile(r"(\w*TransformerConfig|GPTModel)\.__init__\(\)")
 _CHECK = (
     "check the fields of the TransformerConfig and the arguments of GPTModel that this names; sizes of parallel dimensions "
     "come from model_parallel_fields(self.trainer.strategy), layers from layer_spec, and what is shared out over ranks (heads, "
-    "ffn_hidden_size, vocabulary, layers) must be a multiple of them"
+    "ffn_hidden_size, vocabulary, layers) must be a multiple of these sizes"
 )
 
 

@@ -44,7 +44,8 @@ def write_panel(path: str | Path, panel: Panel) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    Path(path).write_text(render(panel), encoding="utf-8")
+    # paths of folders that are no UTF-8 are written with escapes
+    Path(path).write_text(render(panel), encoding="utf-8", errors="backslashreplace")
 
 
 def render(panel: Panel) -> str:
