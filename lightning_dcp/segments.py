@@ -60,31 +60,28 @@ def as_segments(values: Iterable[Any], length: int, *, sample: object = "") -> S
             remedy = "give (start, end, kind, density) or a mapping with these names"
             problems.append(f"{value!r:.200} is no segment ({error}): {remedy}")
             continue
-        read = _checked(given, problems)
-        if read is None:
-            continue
-        if not last <= read.start < read.end <= length:
-            problems.append(f"{read} must hold tokens, begin at {last} or later and end at {length} or before")
-        last = max(last, read.end)
-        segments.append(read)
+        segment, wrong = _checked(given, last, length)
+        segments.append(segment)
+        problems += wrong
+        last = max(last, segment.end)
     if problems:
         raise BatchError(f"segments of sample {sample} of {length} tokens: {'; '.join(problems)}")
     return tuple(segments)
 
 
-def _checked(given: Segment, problems: list[str]) -> Segment | None:
-    """A segment of plain values; None and what is wrong among the problems if there are other things in it."""
+def _checked(given: Segment, last: int, length: int) -> tuple[Segment, list[str]]:
+    """A segment of plain values, whatever number and text types were given, and what is wrong with it."""
+    start, end, kind, density = _whole(given.start), _whole(given.end), _text(given.kind), _number(given.density)
     wrong = []
-    start, end = _whole(given.start), _whole(given.end)
     if start is None or end is None:
         wrong.append("start and end are whole numbers")
-    kind, density = _text(given.kind), _number(given.density)
+    elif not last <= start < end <= length:
+        wrong.append(f"it must hold tokens, begin at {last} or later and end at {length} or before")
     if kind is None:
         wrong.append("a kind is a string that is not empty and can be written as UTF-8")
     if density is None:
         wrong.append("a density is a finite number above 0")
-    problems += [f"{given!r:.200}: {text}" for text in wrong]
-    return None if start is None or end is None or kind is None or density is None else Segment(start, end, kind, density)
+    return Segment(start or 0, end or 0, kind or PLAIN, density or 1.0), [f"{given!r:.200}: {what}" for what in wrong]
 
 
 def _whole(value: Any) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_dcp import BoundaryBudget, ConfigurationError, DCPStrategy
 from lightning_dcp.errors import BoundaryError
 from lightning_dcp.parallel.layout import zigzag
 from lightning_dcp.segments import Segment
+from lightning_dcp.strategy.steadiness import SteadinessChoice
 from tests.support import training
 from tests.support.ranks import RankPool
 from tests.support.training import RaggedTokens, TinyModule, assert_same, trainer
@@ -143,6 +145,15 @@ def test_wrong_settings_come_at_once() -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             trainer_of(options)
+
+
+@pytest.mark.parametrize("path", [5, 0, b"x", [], {}, True, float("nan"), "", ".", "a\0b"], ids=repr)
+@pytest.mark.parametrize("order", ["measured", "rank"])
+def test_a_links_file_is_a_path(path: Any, order: str) -> None:
+    choice = SteadinessChoice(order, path, True, None, True)
+    (problem,) = choice.problems()
+    assert "links_file=" in problem.asked and "path of a file" in problem.remedy
+    assert not SteadinessChoice("measured", Path("links.json"), True, None, True).problems()
 
 
 def trainer_of(options: dict[str, Any]) -> Any:

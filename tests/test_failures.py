@@ -12,7 +12,7 @@ import lightning.pytorch as L
 import pytest
 from torch import Tensor
 
-from lightning_dcp import DCPError
+from lightning_dcp import DCPError, PerformanceMonitor, StabilityMonitor
 from tests.support.ranks import RankPool
 from tests.support.training import TinyModule, loader, trainer
 
@@ -66,6 +66,44 @@ def test_a_killed_rank_is_named_by_the_others(ranks: RankPool, rank: int) -> Non
         if other != rank:
             assert f"PeerFailureError: rank {rank} failed" in text or "process ended: 1" in text
     assert any("PeerFailureError" in text for _, text in outcomes)
+
+
+def monitored(kind: type[StabilityMonitor] | type[PerformanceMonitor], hook: str) -> None:
+    """Rank 1 fails inside a hook of its monitor, while the others wait for it to gather with."""
+
+    class FailsThere(kind):  # type: ignore[valid-type, misc]
+        def _publish(self, trainer: L.Trainer) -> None:
+            self.fail_in("count", trainer)
+            super()._publish(trainer)
+
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.fail_in("on_train_end", trainer)
+            super().on_train_end(trainer, pl_module)
+
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.fail_in("on_fit_start", trainer)
+            super().on_fit_start(trainer, pl_module)
+
+        def fail_in(self, where: str, trainer: L.Trainer) -> None:
+            if where == hook and trainer.global_rank == 1:
+                raise_error()
+
+    every = 1 if hook == "count" else 1000
+    monitor = FailsThere(every, warmup_batches=0)
+    run = trainer(strategy={"max_seqlen_per_dp_cp_rank": 8}, callbacks=[monitor])
+    run.fit(TinyModule(lr=0.1), loader(LENGTHS, 4))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "count", "on_train_end"])
+@pytest.mark.parametrize("kind", [StabilityMonitor, PerformanceMonitor])
+def test_a_failure_in_a_monitor_is_shown_by_all_ranks(
+    ranks: RankPool, kind: type[StabilityMonitor] | type[PerformanceMonitor], hook: str
+) -> None:
+    outcomes = ranks.run_all(monitored, 3, kind, hook, timeout=60)
+    for rank, (ok, text) in enumerate(outcomes):
+        assert not ok
+        expected = "" if rank == 1 else "PeerFailureError: rank 1 failed: "
+        assert f"{expected}ValueError: the tokens have gone off" in text
 
 
 def fail_then_train() -> float:

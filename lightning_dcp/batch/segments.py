@@ -7,9 +7,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from lightning_dcp.errors import BatchError
-from lightning_dcp.segments import SampleSegments, Segment, as_segments, cut
+from lightning_dcp.segments import SampleSegments, Segment, as_segments, cut, is_number
 
-__all__ = ["SEGMENTS", "BatchSegments", "SampleSegments", "Segment", "as_batch_segments", "cut", "segments_checksum"]
+__all__ = [
+    "SEGMENTS",
+    "BatchSegments",
+    "SampleSegments",
+    "Segment",
+    "as_batch_segments",
+    "cut",
+    "is_number",
+    "segments_checksum",
+]
 
 SEGMENTS = "segments"
 """The key of a sample, and of a batch that is a mapping, that holds segments."""

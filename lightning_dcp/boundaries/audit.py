@@ -62,7 +62,7 @@ def audit(
             raise PlanError(f"pack {number}: the layout is of other samples or ranks than {pack}")
         pieces = pieces_of(layout.lengths, pack_segments(pack, segments), within)
         seen = _AuditedPack(
-            number, pack, layout, pieces, within, work, [ids[s] for s in pack.samples], ring, plan.plane_size
+            number, pack, layout, pieces, within, work, [ids[s] for s in pack.samples], ring, plan.ranks
         )
         findings += seen.findings()
     return Audit(tuple(findings))
@@ -144,7 +144,7 @@ class _AuditedPack:
             return f"{held} {size} rank(s) may hold: a CP size of {needed} or more would do"
         name = "dense_limit" if what == "dense tokens" else "max_tokens"
         most = f"{held} all {self.plane_size} rank(s) of the plane may hold: {name}={-(-total // self.plane_size)} would do"
-        return most if size == self.plane_size else f"{most} on all, {name}={-(-total // size)} on its {size}"
+        return most if size == self.plane_size else f"{most} there, {name}={-(-total // size)} on {size} rank(s)"
 
     def _is_oversized(self, piece: Piece) -> bool:
         limits = [self.budget.max_tokens, self.budget.dense_limit if piece.dense else None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,6 +67,15 @@ class PackLayout:
     def tokens(self, rank: int) -> int:
         """Tokens that a rank holds."""
         return sum(len(chunk) for chunk in self.ranks[rank])
+
+    def causal_work(self, rank: int, weights: Sequence[float]) -> float:
+        """Causal attention of a rank's chunks: tokens a .. b - 1 see about ``(b^2 - a^2) / 2`` pairs, half of it left out.
+
+        Args:
+            rank: place in the group.
+            weights: of each sample.
+        """
+        return math.fsum([weights[c.sample] * (c.end * c.end - c.start * c.start) for c in self.ranks[rank]])
 
     @cached_property
     def _sample_starts(self) -> list[int]:

@@ -6,15 +6,24 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from lightning_dcp.parallel.layout import PackLayout
 from lightning_dcp.parallel.rank_times import LinkSummary, PackSpan, RankSummary
 from lightning_dcp.schedule.plan import StepPlan
+from lightning_dcp.segments import SampleSegments
 from lightning_dcp.stability.expected import HopExpectation, Parts, work_parts
 from lightning_dcp.stability.record import Interval, LinkTime, PackTime, RankTime, StepRecord
 
 Link = tuple[int, int]
 
 
-def assemble(step: int, plan: StepPlan, told: Sequence[RankSummary], expectation: HopExpectation) -> StepRecord:
+def assemble(
+    step: int,
+    plan: StepPlan,
+    told: Sequence[RankSummary],
+    expectation: HopExpectation,
+    layouts: Sequence[PackLayout | None] = (),
+    segments: Sequence[SampleSegments] | None = None,
+) -> StepRecord:
     """Join the summaries of all ranks of the world.
 
     A place of the plane has several ranks with tensor parallelism and pipelines; the slowest speaks for it.
@@ -24,17 +33,19 @@ def assemble(step: int, plan: StepPlan, told: Sequence[RankSummary], expectation
         plan: of the batch.
         told: by all ranks, in any order that is the same on all of them.
         expectation: of hops; it sees those of this step, too.
+        layouts: of each pack, in the plan's order; None where its name says it, and empty where that holds for all.
+        segments: of each sample of the batch; None: plain samples.
     """
     start, end = min(rank.start_s for rank in told), max(rank.end_s for rank in told)
     links = _links(told)
     expectation.see(links)
-    places = _slowest_of_places(told)
+    places, works = _slowest_of_places(told), work_parts(plan, layouts, segments)
     return StepRecord(
         step,
         end - start,
         sum(plan.lengths),
         _predicted(plan),
-        tuple(_rank_time(rank, parts) for rank, parts in zip(places, work_parts(plan), strict=True)),
+        tuple(_rank_time(rank, parts) for rank, parts in zip(places, works, strict=True)),
         _link_times(links, expectation),
         _packs(places, start),
         probes=_link_times(_slowest(probe for rank in told for probe in rank.probes), expectation),

@@ -6,40 +6,79 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
+from lightning_dcp.parallel.context import layout_of
+from lightning_dcp.parallel.held import extra_tokens, held_segments
+from lightning_dcp.parallel.layout import LAYOUTS, PackLayout, zigzag
 from lightning_dcp.parallel.link_table import LinkTable
 from lightning_dcp.parallel.rank_times import LinkSummary
 from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.hardware import preset
 from lightning_dcp.schedule.plan import Pack, StepPlan
+from lightning_dcp.segments import SampleSegments
 
-Parts = tuple[float, float, float]
-"""Seconds of a rank's work: overhead of packs, what is linear in tokens, attention."""
+Parts = tuple[float, float, float, float]
+"""Seconds of a rank's work: overhead of packs, what is linear in tokens, attention, and what tokens of other densities than
+1 add to the linear part (below 0: take from it)."""
 
 
-def work_parts(plan: StepPlan) -> tuple[Parts, ...]:
+def work_parts(
+    plan: StepPlan, layouts: Sequence[PackLayout | None] = (), segments: Sequence[SampleSegments] | None = None
+) -> tuple[Parts, ...]:
     """What each rank of the plane computes, by the cost model that the plan was made with (or that of a 7B model).
 
-    As :meth:`~lightning_dcp.schedule.cost.CostModel.pack_seconds`, without hops. Speeds of ranks are not in it: a slow
-    rank's expected seconds are those of a sound one.
+    As :meth:`~lightning_dcp.schedule.cost.CostModel.pack_seconds`, without hops, dealt out as the tokens lie. Speeds of
+    ranks are not in it: a slow rank's expected seconds are those of a sound one.
+
+    Args:
+        plan: of the batch.
+        layouts: of each pack, in the plan's order; None where its name says it, and empty where that holds for all.
+        segments: of each sample of the batch; None: plain samples.
     """
     model = plan.extra.get("cost_model")
     cost = preset("h100") if model is None else CostModel.from_dict(model, source="the plan's cost_model")
     by_rank: list[list[Parts]] = [[] for _ in range(plan.ranks)]
-    for pack in plan.packs():
-        parts = _pack_parts(plan, pack, cost)
-        for rank in pack.ranks:
-            by_rank[rank].append(parts)
-    return tuple(
-        (math.fsum(p[0] for p in parts), math.fsum(p[1] for p in parts), math.fsum(p[2] for p in parts))
-        for parts in by_rank
-    )
+    for number, pack in enumerate(plan.packs()):
+        lengths = pack.padded_lengths(plan.lengths, plan.alignment)
+        layout = layouts[number] if layouts else None
+        shares = _work_shares(pack, lengths, layout, cost)
+        extras = _extras(pack, lengths, layout, segments)
+        for rank, (tokens, attention), extra in zip(pack.ranks, shares, extras, strict=True):
+            by_rank[rank].append((cost.pack_overhead, cost.linear * tokens, attention, cost.linear * extra))
+    return tuple(_sums(parts) for parts in by_rank)
 
 
-def _pack_parts(plan: StepPlan, pack: Pack, cost: CostModel) -> Parts:
-    lengths = pack.padded_lengths(plan.lengths, plan.alignment)
-    tokens = plan.alignment.in_pack(sum(lengths), pack.cp_size)
-    attention = math.fsum(cost.attention_seconds(lengths, pack.cp_size).tolist())
-    return cost.pack_overhead, cost.linear * tokens / pack.cp_size, attention
+def _sums(parts: Sequence[Parts]) -> Parts:
+    overhead, linear, attention, extra = (math.fsum([part[kind] for part in parts]) for kind in range(4))
+    return overhead, linear, attention, extra
+
+
+def _work_shares(
+    pack: Pack, lengths: tuple[int, ...], layout: PackLayout | None, cost: CostModel
+) -> list[tuple[float, float]]:
+    """Tokens, and seconds of attention, of each rank of a pack's group."""
+    size = pack.cp_size
+    attention = cost.attention_seconds(lengths, size).tolist()
+    if layout is None and (size == 1 or LAYOUTS.get(pack.layout) is zigzag):
+        return [(sum(lengths) / size, math.fsum(attention))] * size  # even, so that no layout need be made
+    layout = layout or layout_of(pack.layout, lengths, size)
+    weights = [size * seconds / (length * length) for seconds, length in zip(attention, lengths, strict=True)]
+    return [(layout.tokens(place), layout.causal_work(place, weights)) for place in range(size)]
+
+
+def _extras(
+    pack: Pack,
+    lengths: tuple[int, ...],
+    layout: PackLayout | None,
+    segments: Sequence[SampleSegments] | None,
+) -> list[float]:
+    """What the densities of segments add to the tokens of each rank of a pack's group."""
+    own = [] if segments is None else [tuple(s for s in segments[n] if s.density != 1) for n in pack.samples]
+    if not any(own):
+        return [0.0] * pack.cp_size
+    if pack.cp_size == 1:
+        return [extra_tokens([segment for sample in own for segment in sample])]
+    layout = layout or layout_of(pack.layout, lengths, pack.cp_size)
+    return [extra_tokens(held_segments(layout, place, own)) for place in range(pack.cp_size)]
 
 
 class HopExpectation:

@@ -156,7 +156,7 @@ class Governor:
 
     def _tell_speed(self, rank: int, step: int, alarm: Alarm) -> Event:
         self._speeds[rank], self._worked[rank] = max(SLOWEST, 1 / alarm.slowdown), step
-        text = f"rank {rank} is planned with a speed of {self._speeds[rank]:.2f}: it gets less work"
+        text = f"rank {rank} is planned with a speed of {self._speeds[rank]:.2f}: plans give it less work where they can"
         return _event(step, "action", alarm, text)
 
     def _undo_speed(self, rank: int, step: int, event: Event) -> Event:

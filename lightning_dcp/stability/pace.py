@@ -11,6 +11,10 @@ from operator import mul
 
 SUSPECTS = 4
 """Ranks that are looked at closely in one step, at most."""
+KINDS, LINEAR, DENSITY = 4, 1, 3
+"""Kinds of work where densities count, and the places of two of them."""
+PULL = 0.1
+"""What a declared density weighs beside what is seen: the square of a rank's own share of that work, times this."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class Work:
     Attributes:
         step: number of the step.
         busy_s: seconds that it computed.
-        parts: seconds that the cost model expects, by kind of work (overhead, linear, attention).
+        parts: seconds that the cost model expects, by kind of work (overhead, linear, attention, and what densities
+            add to the linear part).
     """
 
     step: int
@@ -83,10 +88,24 @@ def paces(history: Mapping[int, Sequence[Work]], watched: Collection[int] = ()) 
 def _paces_of(
     rank: int, rows: Mapping[int, Sequence[Work]], total: Sequence[float], own: Sequence[float]
 ) -> tuple[Pace, ...]:
-    factors = _fit([a - b for a, b in zip(total, own, strict=True)])
+    factors = _fit(_as_declared([a - b for a, b in zip(total, own, strict=True)], own))
     others = [w.busy_s / _seconds(factors, w) for other, works in rows.items() if other != rank for w in works]
     usual = _middle(others)
     return tuple(Pace(w.step, w.busy_s, usual * _seconds(factors, w)) for w in rows[rank])
+
+
+def _as_declared(sums: Sequence[float], own: Sequence[float]) -> list[float]:
+    """The others' sums of least squares, with a pull of the factor of densities towards that of tokens.
+
+    A rank may hold all dense segments, so that nobody else's seconds say what these cost. Then they cost what was declared
+    of them: as many times an ordinary token as their density says. The more the others hold, the less this counts.
+    """
+    found = list(sums)
+    if len(found) == KINDS * KINDS + KINDS:
+        weight = PULL * own[DENSITY * KINDS + DENSITY]
+        for i, j in product((LINEAR, DENSITY), repeat=2):
+            found[i * KINDS + j] += weight if i == j else -weight
+    return found
 
 
 def _normal_sums(works: Sequence[Work]) -> list[float]:
@@ -137,8 +156,8 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
 
 
 def _seconds(factors: Sequence[float], work: Work) -> float:
-    """What these factors make of some work; never 0, also where a kind of work counts for nothing."""
-    return math.fsum(map(mul, factors, work.parts)) or 1e-9
+    """What these factors make of some work; above 0, also where a kind of work counts for nothing."""
+    return max(math.fsum(map(mul, factors, work.parts)), 1e-9)
 
 
 def _middle(values: Sequence[float]) -> float:

@@ -45,8 +45,8 @@ class RankTime:
         transfer_s: seconds that it waited for what was on its way, collectives included.
         expected_s: seconds of computing that the plan's cost model predicts for its packs.
         memory_bytes: peak of device memory, or of the process on a CPU.
-        expected_parts: of ``expected_s`` what is overhead of packs, what is linear in tokens and what is attention; empty if
-            nothing was predicted.
+        expected_parts: of ``expected_s`` what is overhead of packs, what is linear in tokens, what is attention, and what
+            densities of segments add to the linear part; empty if nothing was predicted.
         queued_s: of ``busy_s`` the seconds in which it could have gone on but had no core, where the system tells (Linux).
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_dcp.errors import DataError
 from lightning_dcp.stability.record import StepRecord
-from lightning_dcp.stability.run_lines import from_line, thinned, to_line
+from lightning_dcp.stability.run_lines import from_line, printable, thinned, to_line
 
 FOLDER = "stability"
 """Inside the logger's folder of a run."""
@@ -126,7 +126,7 @@ class RunFolder:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = printable(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read as the facts of a run ({error})") from error
     found = meta.get("format") if isinstance(meta, dict) else None

@@ -43,9 +43,20 @@ def from_line(line: str) -> StepRecord:
         DataError: another text.
     """
     try:
-        return StepRecord.from_json(json.loads(line))
+        values = json.loads(line)
+        halves = "\\ud" in line or "\\uD" in line  # of UTF-16 pairs; few lines have any, and looking takes time
+        return StepRecord.from_json(printable(values) if halves else values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"no record of a step ({type(error).__name__}: {error})") from error
+
+
+def printable(value: Any) -> Any:
+    """The same JSON value, with escapes in the place of what no file and no terminal takes: halves of UTF-16 pairs."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {printable(name): printable(part) for name, part in value.items()}
+    return [printable(part) for part in value] if isinstance(value, list) else value
 
 
 def without_intervals(record: StepRecord) -> StepRecord:

@@ -55,8 +55,8 @@ class AlarmSettings:
         ]
         problems += [
             Problem(f"{name}={value!r}", "not a finite number of 0 or more", f"give {name} in seconds")
-            for name, value in (("link_floor_s", 0.0 if self.link_floor_s is None else self.link_floor_s), ("rank_floor_s", self.rank_floor_s))
-            if not is_number(value) or value < 0
+            for name, value in (("link_floor_s", self.link_floor_s), ("rank_floor_s", self.rank_floor_s))
+            if not (name == "link_floor_s" and value is None) and (not is_number(value) or value < 0)
         ]
         if not problems and not self.window < 2 * self.needed <= 2 * self.window:
             found = f"needed={self.needed}: an alarm must need more than half of the window, and at most all of it"

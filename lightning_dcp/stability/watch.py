@@ -8,9 +8,11 @@ import torch
 
 from lightning_dcp.parallel.groups import ParallelGroups
 from lightning_dcp.parallel.hop_times import HopRecorder
+from lightning_dcp.parallel.layout import PackLayout
 from lightning_dcp.parallel.link_table import LinkTable
 from lightning_dcp.parallel.rank_times import RankSummary
 from lightning_dcp.schedule.plan import StepPlan
+from lightning_dcp.segments import SampleSegments
 from lightning_dcp.stability.assemble import assemble
 from lightning_dcp.stability.expected import HopExpectation
 from lightning_dcp.stability.governor import Governor
@@ -51,15 +53,24 @@ class StepWatch:
         self._groups, self._device = groups, device
         self._expectation = HopExpectation(table, settings.window)
 
-    def join(self, step: int, plan: StepPlan, told: Sequence[RankSummary]) -> StepRecord:
+    def join(
+        self,
+        step: int,
+        plan: StepPlan,
+        told: Sequence[RankSummary],
+        layouts: Sequence[PackLayout | None] = (),
+        segments: Sequence[SampleSegments] | None = None,
+    ) -> StepRecord:
         """The record of a step, with what was decided at its end; the same on all ranks.
 
         Args:
             step: number of the batch in the run.
             plan: of the batch.
             told: by all ranks of the world, in the same order on all of them.
+            layouts: of each pack, in the plan's order; None where its name says it, and empty where that holds for all.
+            segments: of each sample of the batch; None: plain samples.
         """
-        return self.governor.decide(assemble(step, plan, told, self._expectation))
+        return self.governor.decide(assemble(step, plan, told, self._expectation, layouts, segments))
 
     def probe(self) -> None:
         """Try avoided links that are due; what this rank sees is in its next summary. Call it before the next step."""

@@ -29,24 +29,25 @@ class AuditLog:
         self.plans: Counter[str] = Counter()
         self._speaks = speaks
 
-    def take(self, audit: Audit | None) -> None:
-        """Count what an audit found, and tell what is new."""
+    def take(self, audit: Audit | None, batch: int) -> None:
+        """Count what the audit of a batch found, and tell what is new."""
         if audit is None:
             return
         for note in audit.notes:
             key = "batches not replanned" if audit.level == "refuse" else "batches replanned"
             self.plans[key] += 1
             if self.plans[key] <= TOLD:
-                self._say(note, self.plans[key] == TOLD)
+                self._say(batch, note, self.plans[key] == TOLD)
         for finding in audit.at_least("warn"):
             what = finding.level, finding.kind
             self.found[what] += 1
             if self.found[what] <= TOLD:
-                self._say(f"{finding.level}: {finding.text}", self.found[what] == TOLD)
+                self._say(batch, f"{finding.level}: {finding.text}", self.found[what] == TOLD)
 
-    def _say(self, text: str, last: bool) -> None:
+    def _say(self, batch: int, text: str, last: bool) -> None:
         if self._speaks:
-            log.warning("boundary audit: %s%s", text, " (more of this kind are counted, not told)" if last else "")
+            rest = " (more of this kind are counted, not told)" if last else ""
+            log.warning("boundary audit, batch %d: %s%s", batch, text, rest)
 
     @property
     def summary(self) -> str:

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
+from lightning_dcp.parallel.layout import PackLayout
 from lightning_dcp.parallel.link_table import LinkTable
 from lightning_dcp.parallel.rank_times import RankSummary
 from lightning_dcp.parallel.ring_orders import RingOrders
 from lightning_dcp.schedule.plan import StepPlan
+from lightning_dcp.segments import SampleSegments
 from lightning_dcp.stability.governor import Fallback
 from lightning_dcp.stability.record import StepRecord
 from lightning_dcp.stability.watch import StepWatch
@@ -65,12 +67,25 @@ class StepControl:
         spans = self.detail == "spans"
         return self.watch.recorder.finish_step(packs=spans or self.detail == "packs", spans=spans)
 
-    def join(self, plan: StepPlan, told: Sequence[RankSummary | None]) -> StepRecord | None:
-        """The record of the step, with what was decided at its end. Ranks whose link is tried take part in that."""
+    def join(
+        self,
+        plan: StepPlan,
+        told: Sequence[RankSummary | None],
+        layouts: Sequence[PackLayout | None] = (),
+        segments: Sequence[SampleSegments] | None = None,
+    ) -> StepRecord | None:
+        """The record of the step, with what was decided at its end. Ranks whose link is tried take part in that.
+
+        Args:
+            plan: of the batch.
+            told: by all ranks of the world.
+            layouts: of each pack, in the plan's order; None where its name says it, and empty where that holds for all.
+            segments: of each sample of the batch; None: plain samples.
+        """
         summaries = [summary for summary in told if summary is not None]
         if self.watch is None or len(summaries) < len(told):
             return None
-        record = self.watch.join(self.steps, plan, summaries)
+        record = self.watch.join(self.steps, plan, summaries, layouts, segments)
         self.watch.probe()
         for event in record.events if self._speaks else ():
             log.warning("step %d: %s", event.step, event.text)

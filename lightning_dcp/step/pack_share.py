@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_dcp.boundaries.budget import BoundaryBudget
+from lightning_dcp.parallel.held import held_segments
 from lightning_dcp.parallel.layout import PackLayout
 from lightning_dcp.parallel.rank_times import PackShare
 from lightning_dcp.schedule.plan import Pack
-from lightning_dcp.segments import PLAIN, SampleSegments, Segment
+from lightning_dcp.segments import PLAIN, SampleSegments
 
 
 def pack_share(
@@ -46,17 +45,6 @@ def pack_share(
         kinds[PLAIN] += tokens - sum(kinds.values())
     ids = tuple(sample_ids)
     return PackShare(number, pack.first_rank, pack.cp_size, tokens, dense, ids, dict(kinds), layout.lengths)
-
-
-def held_segments(layout: PackLayout, place: int, segments: Sequence[SampleSegments]) -> Iterator[Segment]:
-    """The parts of segments that a rank of a group holds; found by their ends, since samples may have thousands."""
-    for chunk in layout.ranks[place]:
-        own = segments[chunk.sample]
-        number = bisect_right(own, chunk.start, key=attrgetter("end"))
-        while number < len(own) and own[number].start < chunk.end:
-            segment = own[number]
-            yield segment._replace(start=max(segment.start, chunk.start), end=min(segment.end, chunk.end))
-            number += 1
 
 
 def dense_tokens(layout: PackLayout, segments: Sequence[SampleSegments], budget: BoundaryBudget) -> list[float]:

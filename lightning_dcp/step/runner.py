@@ -212,7 +212,10 @@ def _join(
     outputs = [_pack_output(packs[r.number].samples, scheduled.plan.lengths, r) for r in in_order]
     output = join_outputs(outputs, packed=scheduled.view.packed)
     output = pytree.tree_map_only(Tensor, lambda t: t.to(scheduled.device), output)
-    record = None if control is None else control.join(scheduled.plan, [rank.summary for rank in every])
+    record = None
+    if control is not None:
+        told = [rank.summary for rank in every]
+        record = control.join(scheduled.plan, told, scheduled.planned.settled.layouts, scheduled.view.segments)
     return BatchResult(output, _busy(every), max(rank.seconds for rank in every), record)
 
 

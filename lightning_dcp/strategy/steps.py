@@ -60,7 +60,7 @@ class StepHooks(Planning):
                 budget=self.boundaries.in_force,
             )
             checks.check_lockstep(self, scheduled.plan)
-        self.audits.take(scheduled.planned.settled.audit)
+        self.audits.take(scheduled.planned.settled.audit, batch_idx)
         return scheduled
 
     def _gradient_scale(self) -> float:

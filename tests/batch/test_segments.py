@@ -1,5 +1,6 @@
 """Segments in batches of every format: read, checked, cut with the samples, moved, and part of the fingerprint."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning_dcp.batch import PackedBatch, Segment, jagged_to_packed, packed_to_padded, padded_to_packed
 from lightning_dcp.batch.view import view
 from lightning_dcp.errors import BatchError
+from lightning_dcp.segments import as_segments
 from tests.batch.formats import FORMATS, in_format, make_samples, same_batch
 
 MAPPINGS = [*FORMATS[1:], "flattened"]
@@ -87,8 +89,56 @@ def test_all_that_is_wrong_is_said_at_once():
         assert "end at 3 or before" in text
         assert "sample 1 of 3 tokens" in text
         assert "a density is a finite number above 0" in text
-        assert "sample 2: (0, 1, 'user', 1.0, 7) is no segment" in text
+        assert "sample 2 of 3 tokens: (0, 1, 'user', 1.0, 7) is no segment" in text
         assert "segments of sample 3 are a str" in text
+
+
+FORMS = {
+    "segment": lambda *values: Segment(*values),
+    "tuple": lambda *values: values,
+    "mapping": lambda *values: dict(zip(Segment._fields, values, strict=False)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_all_forms_become_plain_values(form):
+    given = form(np.int32(0), torch.tensor(2), np.str_("user"), np.float32(2))
+    (read,) = as_segments([given], 3)
+    assert read == Segment(0, 2, "user", 2.0)
+    assert list(map(type, read)) == [int, int, str, float]
+    assert repr(read) == "Segment(start=0, end=2, kind='user', density=2.0)"
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ((0.0, 2), "whole numbers"),
+        (("0", "2"), "whole numbers"),
+        ((False, 2), "whole numbers"),
+        ((0, float("inf")), "whole numbers"),
+        ((0, None), "whole numbers"),
+        ((0, 10**400), "end at 3 or before"),
+        ((0, 2, None), "a kind"),
+        ((0, 2, 3), "a kind"),
+        ((0, 2, ["user"]), "a kind"),
+        ((0, 2, ""), "a kind"),
+        ((0, 2, "\ud800"), "a kind"),
+        *(((0, 2, "user", value), "a density") for value in ("2", None, True, 0, float("nan"), float("inf"), 10**400)),
+    ],
+    ids=lambda value: f"{value!r:.40}",
+)
+def test_wrong_values_are_refused_in_all_forms(form, values, found):
+    with pytest.raises(BatchError, match="sample some of 3 tokens") as error:
+        as_segments([form(*values)], 3, sample="some")
+    assert found in str(error.value)
+    assert str(error.value).count("Segment(") == 1
+
+
+def test_everything_wrong_with_one_sample_is_said():
+    with pytest.raises(BatchError) as error:
+        as_segments([5, (0.5, 2, 3, "x"), Segment(0, 2), Segment(1, 9)], 3)
+    assert [words in str(error.value) for words in ("5 is no", "whole", "a kind", "a density", "begin at 2")] == [True] * 5
 
 
 @pytest.mark.parametrize(

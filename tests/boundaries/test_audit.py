@@ -124,6 +124,17 @@ def test_a_pack_with_more_than_its_shards_may_hold_is_told_the_size_that_would_d
     assert all("a CP size of 8 or more would do" in f.text for f in refused)
 
 
+def test_a_pack_with_more_than_the_plane_may_hold_is_told_the_budget_that_would_do():
+    limit = BoundaryBudget(1100, 90)
+    found = audit_with(budgeted([LENGTH], 4, [SEGMENTS], limit), limit)
+    refused = found.at_least("refuse")
+    assert refused
+    for finding in refused:
+        assert "CP size" not in finding.text
+        assert "The pack has 800 dense tokens, more than all 8 rank(s) of the plane may hold" in finding.text
+        assert "dense_limit=100 would do there, dense_limit=200 on 4 rank(s)" in finding.text
+
+
 def test_distance_counts_hops_to_the_ranks_that_need_the_keys():
     length, segments = chat(("tool", 10, 2.0), ("user", 10, 1.0), ("user", 10, 1.0), ("user", 10, 1.0))
     plan = StepPlan(4, 50, (length,), ((Pack(0, 4, (0,)),),))

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lightning_dcp.data.chat.borders import char_spans, token_ends
+from lightning_dcp.data.chat.borders import MARKS, char_spans, token_ends
 from lightning_dcp.data.chat.huggingface import TemplateTurns
 from lightning_dcp.data.chat.messages import read_chat
 from lightning_dcp.errors import ConfigurationError, DataError
@@ -243,6 +243,13 @@ def test_a_template_that_changes_text_with_inner_borders(change):
     assert pieces_of(changing, CHAT[:2])[0][0] == "system"  # without inner borders nothing is asked of the text
     with pytest.raises(DataError, match="changes the text of messages"):
         pieces_of(changing, CHAT[:3])
+
+
+def test_a_text_of_all_characters_that_could_mark_borders():
+    text = "".join(map(chr, MARKS))
+    parts = [{"type": "text", "text": text}, {"type": "text", "text": "b", "kind": "document"}]
+    with pytest.raises(DataError, match="all 6399 characters for private use"):
+        pieces_of(plain, [{"role": "user", "content": parts}])
 
 
 def test_arguments_reach_templates_as_objects():

@@ -159,6 +159,9 @@ def test_segments_of_samples_reach_the_batch(name):
     assert view(COLLATORS[name](samples())).segments is None
     del given[1]["segments"]
     assert view(COLLATORS[name](given)).segments == (tuple(segments[0]), (), ())
+    given[0]["segments"] = torch.tensor([[0, 2]])
+    with pytest.raises(BatchError, match=r"segments of sample [04] are a Tensor: give a list of segments"):
+        view(COLLATORS[name](given)).check()
     given[0]["segments"] = [Segment(0, 99)]
     with pytest.raises(BatchError, match=r"sample [04] of 12 tokens"):
         view(COLLATORS[name](given)).check()

@@ -67,8 +67,14 @@ def job(make: type, strategy: dict[str, Any], config: dict[str, Any], tied: bool
     return runs.fit(runs.DENSE | config, LENGTHS, 4, limit | strategy, make=make, module=module)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("make", [Values, Temperatures])
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        pytest.param(make, layout, marks=[] if layout == short else pytest.mark.slow)
+        for make, short in ((Values, "PP2xTP2+SP"), (Temperatures, "TP2+SP"))
+        for layout in LAYOUTS
+    ],
+)
 def test_losses_of_other_kinds_agree_with_one_process(ranks, make, layout):
     world, strategy = LAYOUTS[layout]
     expected = ranks.run(job, 1, make, {}, {})[0]

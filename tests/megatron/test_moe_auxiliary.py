@@ -166,7 +166,7 @@ def alone(ranks):
     return ranks.run(job, 1, AUXILIARY, STATIC, 1)[0]
 
 
-SLOW = {"CP2", "TP2, CP chosen for each pack", "EP2", "PP2, CP chosen for each pack"}
+SLOW = {"CP2", "CP4", "TP2, CP chosen for each pack", "EP2", "PP2, CP chosen for each pack"}
 CUTS = {
     "two packs": (1, MIXED, {}, {}),
     "CP2": (2, LONE, {}, {}),

@@ -68,7 +68,9 @@ def trained(config, world, layout, *, make=ValueHead, **options):
     return found
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP", "PP2", pytest.param("EP2xTP2+SP", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("TP2+SP", "EP2xTP2+SP")), "PP2"]
+)
 def test_adamw_in_groups_under_schedules_agrees_with_one_process(ranks, layout):
     config = runs.MOE if "EP" in layout else runs.DENSE
     oracle = ranks.run(trained, 1, config, 1, {})[0]

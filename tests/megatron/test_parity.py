@@ -42,7 +42,9 @@ def static(tensor, context):
     return runs.fit(runs.DENSE, LENGTHS, 3, strategy | {"tensor_model_parallel_size": tensor})
 
 
-@pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "context"), [*(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (1, 2))), (2, 2)]
+)
 def test_the_shown_loss_is_the_same_with_static_context_parallelism(ranks, tensor, context):
     expected = ranks.run(static, 1, 1, 1)[0]
     assert {"train_loss"} <= expected["logged"].keys()

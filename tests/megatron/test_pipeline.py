@@ -51,7 +51,7 @@ def expected(ranks):
         pytest.param(6, 2, 3, 1, marks=pytest.mark.slow),
         (6, 1, 3, 2),
         (4, 1, 2, 2),
-        (6, 1, 6, 1),
+        pytest.param(6, 1, 6, 1, marks=pytest.mark.slow),
     ],
 )
 def test_micro_batches_of_any_length_go_through_and_every_stage_knows_their_borders(

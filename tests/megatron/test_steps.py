@@ -63,8 +63,18 @@ def whole_run(strategy: dict[str, Any], fmt: str, **options: Any) -> dict[str, A
     }
 
 
-@pytest.mark.parametrize("fmt", ["packed", "padded", pytest.param("jagged", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+EVALUATED = (("PP2xTP2+SP", "packed"), ("VPP2xPP2", "padded"))
+"""What make test runs; the others are near-repeats."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "fmt"),
+    [
+        pytest.param(layout, fmt, marks=[] if (layout, fmt) in EVALUATED else pytest.mark.slow)
+        for layout in LAYOUTS
+        for fmt in ("packed", "padded", "jagged")
+    ],
+)
 def test_logged_values_evaluation_and_predictions_are_those_of_one_process(ranks, layout, fmt):
     world, strategy = LAYOUTS[layout]
     expected = ranks.run(whole_run, 1, {}, fmt)[0]
@@ -106,8 +116,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 }
 
 
+IN_SHORT = ("losses of the model", "accumulation", "recomputation", "biases and LayerNorm")
+"""What make test runs: a config as far from the other tests' as can be, and what changes the step itself."""
+
+
 @ONE
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.slow) for name in VARIANTS]
+)
 def test_variants_of_the_model_agree_with_one_process(ranks, layout, variant):
     config, options, tolerance = VARIANTS[variant]
     world, strategy = LAYOUTS[layout]

@@ -23,6 +23,7 @@ def averaged(strategy: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_weights_are_averaged_as_in_one_process(ranks):
     expected = ranks.run(averaged, 1, {})[0]
     for own in ranks.run(averaged, 4, PP | TP):

@@ -63,9 +63,10 @@ def test_json_holds_everything_and_nothing_but_hosts_backend_and_device_tells_of
         {"latency_s": [[0.0, 0.0], [1.0, 0.0]]},
         {"bandwidth": [[0.0, math.inf], [1.0, 0.0]]},
         {"bandwidth": [[0.0, "fast"], [1.0, 0.0]]},
+        {"latency_s": [[0.0, 10**400], [1.0, 0.0]]},
         {"measured_on": {"hosts": [["a"], ["b"]]}},
     ],
-    ids=str,
+    ids="{!s:.60}".format,
 )
 def test_what_is_no_table_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(DataError):
@@ -184,12 +185,18 @@ def _refused(path: str) -> str:
 
 
 def test_a_file_of_something_else_is_refused_on_all_ranks_and_left_alone(ranks: RankPool, tmp_path: Path) -> None:
-    for content in ('{"messages": []}', "not json", "[]"):
+    for content in ('{"messages": []}', "not json", "[]", "[" * 100_000):
         path = tmp_path / "train.jsonl"
         path.write_text(content)
         texts = ranks.run(_refused, 2, str(path))
         assert all(f"links_file='{path}'" in text and "name a file of measured links" in text for text in texts)
         assert path.read_text() == content
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"], ids=["long", "nul"])
+def test_a_path_that_no_file_can_have_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    texts = ranks.run(_refused, 2, str(tmp_path / name))
+    assert all("links_file=" in text and "name a file" in text for text in texts)
 
 
 def test_a_file_that_cannot_be_written_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:

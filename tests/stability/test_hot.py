@@ -30,6 +30,11 @@ def test_only_slow_steps_have_an_excess() -> None:
     assert excess_seconds(step(2.5), 2.0) == 0.5
 
 
+def test_ids_that_cannot_be_counted_by_count_as_their_text() -> None:
+    packs = [pack(0.0, 1.0, 10, ([1], {"a": 2})), pack(1.0, 2.0, 10, ([1],))]
+    assert by_sample(packs, 4.0) == pytest.approx({"[1]": 3.0, "{'a': 2}": 1.0})
+
+
 def test_samples_share_by_the_packs_time_and_their_tokens() -> None:
     packs = [pack(0.0, 3.0, 90, ("a", "b")), pack(3.0, 4.0, 10, ("b", "c"))]
     told = [replace(packs[0], sample_tokens=(20, 10)), replace(packs[1], sample_tokens=(10, 90))]

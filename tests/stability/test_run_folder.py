@@ -52,6 +52,16 @@ def test_times_keep_nanoseconds_and_ids_of_any_kind_become_json(tmp_path: Path) 
     assert run.meta["budget"] == "x"
 
 
+def test_text_that_no_file_can_hold_is_read_with_escapes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, {"name": "\ud800", "pair": "\U0001f600"}, flush_every=1)
+    pack = replace(step(0).packs[0], sample_ids=("\udc80b", "\U0001f600"), tokens_by_kind={"\ud800": 100})
+    folder.add(replace(step(0), packs=(pack,)))
+    run = RunFolder.read(tmp_path)
+    assert (run.meta["name"], run.meta["pair"]) == ("\\ud800", "\U0001f600")
+    assert run.steps[0].packs[0].sample_ids == ("\\udc80b", "\U0001f600")
+    assert run.steps[0].packs[0].tokens_by_kind == {"\\ud800": 100}
+
+
 def test_steps_are_on_disk_every_few_and_alarms_at_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, {}, flush_every=3)
     folder.add(step(0))

@@ -22,6 +22,13 @@ def test_all_bad_values_are_told_at_once() -> None:
     assert [text.split("=")[0] for text in asked] == names
 
 
+@pytest.mark.parametrize("name", ["link_factor", "link_floor_s", "rank_factor", "rank_floor_s"])
+@pytest.mark.parametrize("value", [10**400, [], {}, "", False, float("inf")], ids=lambda value: f"{value!r:.9}")
+def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        AlarmSettings(**{name: value})
+
+
 @pytest.mark.parametrize(("window", "needed"), [(12, 6), (12, 13)])
 def test_an_alarm_needs_more_than_half_of_the_window_and_no_more_than_it(window: int, needed: int) -> None:
     with pytest.raises(ConfigurationError, match="more than half"):

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from lightning_dcp.callbacks.stability.measured import Measured
 from lightning_dcp.metrics import HotSpot
+from lightning_dcp.stability.run_lines import printable
 
 _LONGEST = 40
 """Characters of a sample's id."""
@@ -44,7 +45,7 @@ def summary_table(measured: Measured, *, alarms: int, actions: int, folder: Path
 
 def _add_spots(table: Table, label: str, spots: Sequence[HotSpot]) -> None:
     for spot in spots:
-        name = str(spot.name)
+        name = printable(str(spot.name))
         shown = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 3]}..."
         steps = f"{spot.steps} slow step{'s' if spot.steps > 1 else ''}, last {spot.last_step}"
         table.add_row(f"{label} {escape(shown)}", f"{spot.seconds:.3f} s over the median in {steps}")

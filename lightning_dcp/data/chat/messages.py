@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_dcp.batch.segments import is_number
 from lightning_dcp.data.jsonl import json_object
 from lightning_dcp.data.tokenizer import utf8
 from lightning_dcp.errors import DataError
-from lightning_dcp.segments import is_number
 
 ASSISTANT = "assistant"
 TOOL_CALL = "tool_call"
