@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from lightning_dcp import DCPError, PerformanceMonitor, StabilityMonitor
+from lightning_dcp.stability.run_folder import FOLDER, META
 from tests.support.ranks import RankPool
 from tests.support.training import TinyModule, loader, trainer
 
@@ -90,12 +92,20 @@ def monitored(kind: type[StabilityMonitor] | type[PerformanceMonitor], hook: str
 
     every = 1 if hook == "count" else 1000
     monitor = FailsThere(every, warmup_batches=0)
-    run = trainer(strategy={"max_seqlen_per_dp_cp_rank": 8}, callbacks=[monitor])
+    run = trainer(strategy={"max_seqlen_per_dp_cp_rank": 16}, callbacks=[monitor])
     run.fit(TinyModule(lr=0.1), loader(LENGTHS, 4))
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "count", "on_train_end"])
-@pytest.mark.parametrize("kind", [StabilityMonitor, PerformanceMonitor])
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [
+        (StabilityMonitor, "on_fit_start"),
+        (StabilityMonitor, "count"),
+        (StabilityMonitor, "on_train_end"),
+        (PerformanceMonitor, "count"),
+        (PerformanceMonitor, "on_train_end"),
+    ],
+)
 def test_a_failure_in_a_monitor_is_shown_by_all_ranks(
     ranks: RankPool, kind: type[StabilityMonitor] | type[PerformanceMonitor], hook: str
 ) -> None:
@@ -104,6 +114,21 @@ def test_a_failure_in_a_monitor_is_shown_by_all_ranks(
         assert not ok
         expected = "" if rank == 1 else "PeerFailureError: rank 1 failed: "
         assert f"{expected}ValueError: the tokens have gone off" in text
+
+
+def record_over_another() -> None:
+    """Rank 0 finds a record of another format in the run's folder, when all else is ready."""
+    run = trainer(strategy={"max_seqlen_per_dp_cp_rank": 16}, callbacks=[StabilityMonitor()], default_root_dir="old")
+    Path("old", FOLDER).mkdir(parents=True, exist_ok=True)
+    Path("old", FOLDER, META).write_text("{}")
+    run.fit(TinyModule(lr=0.1), loader(LENGTHS, 4))
+
+
+def test_a_record_that_cannot_be_begun_is_told_by_all_ranks(ranks: RankPool) -> None:
+    for rank, (ok, text) in enumerate(ranks.run_all(record_over_another, 3, timeout=60)):
+        assert not ok
+        assert "DataError" in text and "format None" in text
+        assert rank == 0 or "PeerFailureError: rank 0 failed: DataError" in text
 
 
 def fail_then_train() -> float:

@@ -14,16 +14,18 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from lightning_dcp import StabilityMonitor
 from lightning_dcp.callbacks.stability.kept import KeptSteps
 from lightning_dcp.callbacks.timed import scheduler_of
 from lightning_dcp.errors import ConfigurationError
+from lightning_dcp.segments import Segment
 from lightning_dcp.stability.record import Event, Interval, PackTime, RankTime, StepRecord
 from lightning_dcp.stability.run_folder import META, Run, RunFolder
 from lightning_dcp.stability.run_lines import from_line, to_line
 from tests.support.ranks import RankPool
-from tests.support.training import TinyModule, loader, trainer
+from tests.support.training import COLLATORS, RaggedTokens, TinyModule, loader, trainer
 
 LENGTHS = (9, 3, 12, 7) * 24
 """24 batches of four samples, with ids 0 to 3."""
@@ -252,6 +254,36 @@ def test_what_is_measured_is_recorded_and_a_resumed_run_goes_on(ranks: RankPool,
     assert {0, 6} <= {record.step for record in run.timed()}  # the first of each start
     last = np.quantile([record.seconds for record in run.steps[6:]], 0.5)
     assert end["stability/step_time_p50"] == pytest.approx(last, rel=1e-6)
+
+
+class Dense(RaggedTokens):
+    """Samples of 100 tokens whose last 40 are dense."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index) | {"segments": (Segment(60, 100, "tool", 2.0),)}
+
+
+def by_layout(layout: str) -> list[tuple[tuple[float, ...], ...]]:
+    plant = Plant(made_up=False)
+    strategy = {"max_seqlen_per_dp_cp_rank": 64, "layout": layout}
+    run = trainer(strategy=strategy, callbacks=[plant, StabilityMonitor(record=False)], logger=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.fit(TinyModule(lr=0.1), DataLoader(Dense((100,) * 3), batch_size=1, collate_fn=COLLATORS["packed"]))
+    return [tuple(rank.expected_parts for rank in result.record.ranks) for result in plant.results]
+
+
+def test_records_expect_of_each_rank_what_the_layout_gives_it(ranks: RankPool) -> None:
+    """Samples of 100 tokens on two ranks, the last 40 of them dense: with three times the attention on the second."""
+    for layout in ("contiguous", "budgeted"):
+        first, second = ranks.run(by_layout, 2, layout)
+        assert first == second and len(first) == 3
+        for (_, tokens, attention, extra), (_, others, more, beside) in first:
+            assert extra + beside == pytest.approx(0.4 * (tokens + others))
+            if layout == "contiguous":
+                assert (more, others, extra) == pytest.approx((3 * attention, tokens, 0.0))
+            else:
+                assert min(extra, beside) == 0.0 and tokens != others
 
 
 def test_which_steps_are_kept() -> None:

@@ -93,8 +93,8 @@ class _AuditedPack:
     def findings(self) -> Iterator[Finding]:
         yield from self._over("tokens", [load.tokens for load in self.loads], self.budget.max_tokens)
         yield from self._over("dense", [load.dense_tokens for load in self.loads], self.budget.dense_limit)
-        oversized = [piece for piece in self.pieces if piece.segment >= 0 and self._is_oversized(piece)]
-        yield from map(self._oversized, oversized)
+        for piece in self.pieces:
+            yield from self._oversized(piece)
         if self.pack.cp_size > 1:
             yield from self._cut()
             yield from self._imbalance()
@@ -113,6 +113,19 @@ class _AuditedPack:
         kind = "tokens" if piece.segment < 0 else f"segment {piece.segment}, tokens"
         return f"sample {self.ids[piece.sample]}, {kind} {piece.start}..{piece.end} of density {piece.density:g}"
 
+    @cached_property
+    def ends(self) -> list[tuple[int, int]]:
+        return [(piece.sample, piece.end) for piece in self.pieces]
+
+    def _whole(self, part: Piece) -> Piece:
+        """The piece that a part on one rank is of."""
+        return self.pieces[bisect_left(self.ends, (part.sample, part.end))]
+
+    def _part_name(self, part: Piece) -> str:
+        whole = self._whole(part)
+        here = "" if part == whole else f", of which tokens {part.start}..{part.end} here"
+        return f"{self._name(whole)}{here}"
+
     # ----------------------------------------------------------------- budgets
 
     def _over(self, kind: Kind, held: Sequence[int], limit: int | None) -> Iterator[Finding]:
@@ -125,7 +138,7 @@ class _AuditedPack:
             parts = [part for part in self.loads[place].parts if part.dense or kind == "tokens"]
             largest = max(parts, key=lambda part: part.num_tokens)
             rank = self.pack.first_rank + place
-            text = f"rank {rank} holds {held[place]} {what}, over the budget of {limit}; most in {self._name(largest)}"
+            text = f"rank {rank} holds {held[place]} {what}, over the budget of {limit}; most in {self._part_name(largest)}"
             text += self._remedy(sum(held), limit, what)
             yield self._finding("refuse", kind, text, held[place], limit, rank=rank, piece=largest)
         if not over:
@@ -146,17 +159,28 @@ class _AuditedPack:
         most = f"{held} all {self.plane_size} rank(s) of the plane may hold: {name}={-(-total // self.plane_size)} would do"
         return most if size == self.plane_size else f"{most} there, {name}={-(-total // size)} on {size} rank(s)"
 
-    def _is_oversized(self, piece: Piece) -> bool:
-        limits = [self.budget.max_tokens, self.budget.dense_limit if piece.dense else None]
-        return any(limit is not None and piece.num_tokens > limit for limit in limits)
+    def _least_room(self, piece: Piece) -> tuple[int, str] | None:
+        """The tightest budget that a piece has, and of what."""
+        limits = [
+            (self.budget.dense_limit if piece.dense else None, "dense tokens"),
+            (self.budget.max_tokens, "tokens"),
+        ]
+        return min(
+            ((limit, what) for limit, what in limits if limit is not None), default=None, key=lambda room: room[0]
+        )
 
-    def _oversized(self, piece: Piece) -> Finding:
-        limits = [self.budget.max_tokens, self.budget.dense_limit if piece.dense else None]
-        limit = min(limit for limit in limits if limit is not None)
-        text = f"{self._name(piece)} is larger than the budget of {limit} by itself, so it lies on several ranks"
-        if self.pack.cp_size == 1:
-            text = f"{self._name(piece)} is larger than the budget of {limit} by itself"
-        return self._finding("warn", "oversized", text, piece.num_tokens, limit, piece=piece)
+    def _is_oversized(self, piece: Piece) -> bool:
+        room = self._least_room(piece)
+        return room is not None and piece.num_tokens > room[0]
+
+    def _oversized(self, piece: Piece) -> Iterator[Finding]:
+        room = self._least_room(piece)
+        if piece.segment < 0 or room is None or piece.num_tokens <= room[0]:
+            return
+        limit, what = room
+        text = f"{self._name(piece)} is larger than the budget of {limit} {what} on a rank by itself"
+        text += ", so it lies on several ranks" if self.pack.cp_size > 1 else ""
+        yield self._finding("warn", "oversized", text, piece.num_tokens, limit, piece=piece)
 
     # ---------------------------------------------------------- cuts and balance
 
@@ -164,10 +188,9 @@ class _AuditedPack:
         """Each dense segment on several ranks, and how many plain ones are."""
         holders: dict[tuple[int, int], list[int]] = {}
         whole = {(piece.sample, piece.end): piece for piece in self.pieces}
-        ends = [(piece.sample, piece.end) for piece in self.pieces]
         for place, load in enumerate(self.loads):
             for part in load.parts:
-                piece = self.pieces[bisect_left(ends, (part.sample, part.end))]
+                piece = self._whole(part)
                 holders.setdefault((piece.sample, piece.end), []).append(place)
         cut = [(whole[at], places) for at, places in sorted(holders.items()) if len(set(places)) > 1]
         for piece, places in cut:
@@ -191,7 +214,7 @@ class _AuditedPack:
         largest = max(self.loads[place].parts, key=self.work.of_piece)
         text = f"rank {rank} has {value:.2f} times the mean work"
         if level == "warn":
-            text += f", over the {limit:.2f} that zigzag and the tolerance allow; most in {self._name(largest)}"
+            text += f", over the {limit:.2f} that zigzag and the tolerance allow; most in {self._part_name(largest)}"
             yield self._finding(level, "imbalance", text, value, limit, rank=rank, piece=largest)
         else:
             yield self._finding(level, "imbalance", text, value, limit, rank=rank)

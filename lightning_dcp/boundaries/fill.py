@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,9 +113,9 @@ def token_shares(wanted: Sequence[float], rooms: Sequence[int], tokens: int) -> 
     ranks = [rank for rank, room in enumerate(rooms) if room > 0]
     while left and ranks:
         weights = {rank: wanted[rank] for rank in ranks}
-        if not sum(weights.values()) > 0.0:
+        if not math.fsum(weights.values()) > 0.0:
             weights = {rank: float(rooms[rank]) for rank in ranks}
-        total = sum(weights.values())
+        total = math.fsum(weights.values())
         full = [rank for rank in ranks if left * (weights[rank] / total) >= rooms[rank]]
         for rank in full or ranks:
             shares[rank] = rooms[rank] if full else int(left * (weights[rank] / total))
@@ -147,10 +148,10 @@ def _need(
     """A rank's own need, and its part of what the ranks before it took more or less than theirs."""
     count = len(after) + 1
     work_s = rest.work_s
-    seconds = wanted[rank] + (work_s - wanted[rank] - sum([wanted[r] for r in after])) / count
+    seconds = wanted[rank] + (work_s - wanted[rank] - math.fsum([wanted[r] for r in after])) / count
     least, most = max(0, rest.tokens - sum([rooms[r] for r in after])), min(rooms[rank], rest.tokens)
     own = tokens[rank] + (rest.tokens - tokens[rank] - sum([tokens[r] for r in after])) // count
-    others = sum([shards.work_s[r] for r in after])
+    others = math.fsum([shards.work_s[r] for r in after])
     # the others' mean may rise by half of what one rank may be over, which leaves the last ones room to cut at borders
     even = shards.work_s[rank] + wanted[rank]
     least_s = others + work_s - len(after) * (even + most_s) / 2.0

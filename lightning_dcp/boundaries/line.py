@@ -32,7 +32,7 @@ class Line:
 
     def _dearness(self, stretch: Sequence[Piece]) -> tuple[float, Piece]:
         tokens = stretch[-1].end - stretch[0].start
-        return sum([self._work.of_piece(piece) for piece in stretch]) / tokens, stretch[0]
+        return math.fsum([self._work.of_piece(piece) for piece in stretch]) / tokens, stretch[0]
 
     @property
     def tokens(self) -> int:

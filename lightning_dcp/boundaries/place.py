@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -36,7 +37,7 @@ class Cluster:
             (*self.pieces, *[piece for other in others for piece in other.pieces]),
             self.tokens + sum([other.tokens for other in others]),
             self.dense + sum([other.dense for other in others]),
-            self.work_s + sum([other.work_s for other in others]),
+            math.fsum([self.work_s, *(other.work_s for other in others)]),
         )
 
 

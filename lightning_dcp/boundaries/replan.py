@@ -66,19 +66,32 @@ class Replanning:
         return simulate(plan, self.cost, self.speeds).step_s
 
 
-def replanned(plan: StepPlan, options: Replanning) -> Replanned | None:
-    """The fastest plan that was found whose shards keep their budgets; None if none was.
+def impossible(plan: StepPlan, options: Replanning) -> frozenset[int]:
+    """Samples of packs over their budgets that are over them even alone, whatever the CP size."""
+    dense = _dense_tokens(plan, options)
+    broken = [pack for pack in plan.packs() if not _pack_fits(plan, pack, options, dense)]
+    return frozenset(s for pack in broken for s in pack.samples if not _sizes_alone(plan, pack, s, options, dense))
+
+
+def replanned(plan: StepPlan, options: Replanning, hopeless: frozenset[int] = frozenset()) -> Replanned | None:
+    """The fastest plan that was found whose shards keep their budgets; None if none was, or if there
+    is no pack to mend.
+
+    Packs with ``hopeless`` samples (:func:`impossible`) may break their budgets, if the rest of the pack would keep them.
 
     Packs that hold too much are split, their groups enlarged where a sample needs it (with free-running ranks only: in
     lock-step that would leave ranks without work). If that costs much, or cannot be done, the whole batch is planned again:
     dynamically with larger and larger smallest groups, and at each fixed size, with fewer and fewer tokens a rank.
     """
     dense = _dense_tokens(plan, options)
+    free_of = [pack for pack in plan.packs() if hopeless.isdisjoint(pack.samples)]
+    if all(_pack_fits(plan, pack, options, dense) for pack in free_of):
+        return None
     found: list[tuple[float, int, Replanned]] = []
     enough = GOOD * options.seconds(plan)
-    for share, candidates in _rounds_of_candidates(plan, options, dense):
+    for share, candidates in _rounds_of_candidates(plan, options, dense, hopeless):
         for candidate in candidates:
-            if _keeps(candidate.plan, options, dense):
+            if _keeps(candidate.plan, options, dense, hopeless):
                 found.append((options.seconds(candidate.plan), len(found), candidate))
         if found and (share < 1.0 or min(found)[0] <= enough):
             break
@@ -98,11 +111,11 @@ def _dense_tokens(plan: StepPlan, options: Replanning) -> list[int]:
 
 
 def _rounds_of_candidates(
-    plan: StepPlan, options: Replanning, dense: Sequence[int]
+    plan: StepPlan, options: Replanning, dense: Sequence[int], hopeless: frozenset[int]
 ) -> Iterator[tuple[float, Iterator[Replanned]]]:
     """Other plans, the likeliest first, with the share of tokens they are for; those of a round are compared."""
     if plan.mode == "free":
-        yield 1.0, _split(plan, options, dense)
+        yield 1.0, _split(plan, options, dense, hopeless)
     for share in SHARES:
         yield share, _scheduled(plan, options, share)
 
@@ -110,23 +123,40 @@ def _rounds_of_candidates(
 # ------------------------------------------------------------------- splitting packs
 
 
-def _split(plan: StepPlan, options: Replanning, dense: Sequence[int]) -> Iterator[Replanned]:
+def _split(plan: StepPlan, options: Replanning, dense: Sequence[int], hopeless: frozenset[int]) -> Iterator[Replanned]:
     packs: list[Pack] = []
     split = grown = 0
     for pack in plan.packs():
-        if _pack_fits(plan, pack, options, dense):
+        rest = _without(pack, hopeless)
+        if _pack_fits(plan, rest, options, dense):
             packs.append(pack)
             continue
-        size = next(
-            (c for c in options.sizes(plan) if c >= pack.cp_size and _samples_fit(plan, pack, c, options, dense)), 0
-        )
-        if not size:
-            return
-        parts = _parts(plan, pack, size, options, dense)
-        packs += parts
-        split, grown = split + (len(parts) > 1), grown + (size > pack.cp_size)
+        parts = _mended(plan, rest, options, dense)
+        left = tuple(s for s in pack.samples if s in hopeless)
+        packs += [*([replace(pack, samples=left)] if left else []), *parts]
+        split += len(parts) + bool(left) > 1
+        grown += any(part.cp_size > pack.cp_size for part in parts)
     how = f"{split} pack(s) were split, {grown} got larger groups"
     yield Replanned(replace(plan, microbatches=in_rounds(packs, plan.ranks)), how)
+
+
+def _without(pack: Pack, hopeless: frozenset[int]) -> Pack:
+    return replace(pack, samples=tuple(s for s in pack.samples if s not in hopeless))
+
+
+def _mended(plan: StepPlan, pack: Pack, options: Replanning, dense: Sequence[int]) -> list[Pack]:
+    """A pack in parts that keep their budgets: on groups of one size where one does for all samples, else each sample alone."""
+    alone = [_sizes_alone(plan, pack, sample, options, dense) for sample in pack.samples]
+    size = next((c for c in options.sizes(plan) if c >= pack.cp_size and all(c in fit for fit in alone)), 0)
+    if size:
+        return _parts(plan, pack, size, options, dense)
+    # A sample has no size if it came from a pack that fits only as a whole; such a plan is not kept.
+    return [_around(pack, min(fit, default=pack.cp_size), (s,)) for s, fit in zip(pack.samples, alone, strict=True)]
+
+
+def _around(pack: Pack, size: int, samples: tuple[int, ...]) -> Pack:
+    """Samples on the group of ``size`` around a pack's own."""
+    return Pack(pack.first_rank - pack.first_rank % size, size, samples, pack.layout)
 
 
 def _room(plan: StepPlan, size: int, budget: BoundaryBudget) -> tuple[int, float]:
@@ -146,20 +176,21 @@ def _fits(plan: StepPlan, samples: Sequence[int], size: int, budget: BoundaryBud
     return held[0] <= room[0] and held[1] <= room[1]
 
 
-def _samples_fit(plan: StepPlan, pack: Pack, size: int, options: Replanning, dense: Sequence[int]) -> bool:
-    """Whether each sample of a pack would fit on a group of this size alone."""
-    return all(_fits(plan, [sample], size, options.budget, dense) for sample in pack.samples)
+def _sizes_alone(plan: StepPlan, pack: Pack, sample: int, options: Replanning, dense: Sequence[int]) -> list[int]:
+    """The CP sizes, ascending, on which a sample of a pack keeps its budgets alone."""
+    return [c for c in options.sizes(plan) if _pack_fits(plan, _around(pack, c, (sample,)), options, dense)]
 
 
 def _parts(plan: StepPlan, pack: Pack, size: int, options: Replanning, dense: Sequence[int]) -> list[Pack]:
     """A pack's samples, in order, in as many packs as they need on the group of ``size`` around its own."""
-    parts: list[list[int]] = [[]]
+    parts: list[Pack] = []
     for sample in pack.samples:
-        if parts[-1] and not _fits(plan, [*parts[-1], sample], size, options.budget, dense):
-            parts.append([])
-        parts[-1].append(sample)
-    first = pack.first_rank - pack.first_rank % size
-    return [Pack(first, size, tuple(part), pack.layout) for part in parts]
+        longer = _around(pack, size, (*parts[-1].samples, sample)) if parts else None
+        if longer is not None and _pack_fits(plan, longer, options, dense):
+            parts[-1] = longer
+        else:
+            parts.append(_around(pack, size, (sample,)))
+    return parts
 
 
 # ---------------------------------------------------------------- planning anew
@@ -209,15 +240,19 @@ def _made(scheduler: Scheduler, plan: StepPlan, how: str) -> Iterator[Replanned]
 # --------------------------------------------------------------------- checking
 
 
-def _keeps(plan: StepPlan, options: Replanning, dense: Sequence[int]) -> bool:
-    """Whether all CP sizes are allowed and all shards keep their budgets."""
+def _keeps(plan: StepPlan, options: Replanning, dense: Sequence[int], hopeless: frozenset[int]) -> bool:
+    """Whether all CP sizes are allowed and all shards keep their budgets, but for what hopeless samples bring."""
     allowed = options.sizes(plan)
-    return all(pack.cp_size in allowed and _pack_fits(plan, pack, options, dense) for pack in plan.packs())
+    return all(
+        pack.cp_size in allowed and _pack_fits(plan, _without(pack, hopeless), options, dense) for pack in plan.packs()
+    )
 
 
 def _pack_fits(plan: StepPlan, pack: Pack, options: Replanning, dense: Sequence[int]) -> bool:
     """Whether a pack's shards keep their budgets: budgeted ones do if all of them together could."""
     budget = options.budget.within(plan.max_seqlen_per_dp_cp_rank)
+    if not pack.samples:
+        return True
     if not _fits(plan, pack.samples, pack.cp_size, budget, dense):
         return False
     if pack.layout == BUDGETED:

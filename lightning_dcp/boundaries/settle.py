@@ -11,7 +11,7 @@ from lightning_dcp.boundaries.budget import BoundaryBudget
 from lightning_dcp.boundaries.findings import Audit
 from lightning_dcp.boundaries.layouts import FROM_SEGMENTS, Preferred, pack_layouts
 from lightning_dcp.boundaries.pieces import PackSegments
-from lightning_dcp.boundaries.replan import Replanning, replanned
+from lightning_dcp.boundaries.replan import Replanning, impossible, replanned
 from lightning_dcp.errors import BoundaryError, PlanError
 from lightning_dcp.parallel.layout import PackLayout
 from lightning_dcp.schedule.cost import CostModel
@@ -59,8 +59,8 @@ def settle(
         segments: of each sample; None: plain samples.
         budget: of each shard.
         cost: how much packs cost; None: a 7B model on H100s.
-        on_violation: ``warn``: the audit tells; ``replan``: another plan is made whose shards keep their budgets, and the
-            audit's notes say which; where none is found the audit tells, too; ``error``: the batch is refused.
+        on_violation: ``warn``: the audit tells; ``replan``: another plan is made whose shards keep their budgets, but for
+            samples that no CP size has room for, and the audit's notes say which; where none is found the audit tells, too; ``error``: the batch is refused.
         sample_ids: of the batch's samples, for messages.
         sizes: the CP sizes that another plan may use; None: all that the plane offers.
         microbatch_multiple: of the number of micro-batches of another plan, in lock-step.
@@ -82,15 +82,32 @@ def settle(
     if on_violation == "error":
         raise BoundaryError(_message("shards over their budgets", found))
     options = Replanning(segments, budget, cost, sizes, microbatch_multiple, speeds)
-    other = replanned(plan, options)
+    hopeless = impossible(plan, options)
+    other = replanned(plan, options, hopeless)
     second = None if other is None else _laid_out(other.plan, segments, budget, cost, sample_ids, preferred)
-    was = len({finding.pack for finding in found.at_least("refuse")})
-    broken = f"{was} of {len(list(plan.packs()))} pack(s) had shards over their budgets"
-    if other is None or second is None or second.audit is None or second.audit.level == "refuse":
-        note = f"not replanned: {broken}, and no other plan was found that keeps them"
+    was = _over(first)
+    broken = f"{len(was)} of {len(list(plan.packs()))} pack(s) had shards over their budgets"
+    if other is None or second is None or second.audit is None or any(hopeless.isdisjoint(p) for p in _over(second)):
+        note = f"not replanned: {broken}, and no other plan was found that keeps them{_cannot(hopeless, sample_ids)}"
         return replace(first, audit=replace(found, notes=(note,)))
     note = f"replanned, as {broken}: {other.how}"
+    if second.audit.level == "refuse":
+        mended = sum(hopeless.isdisjoint(pack) for pack in was)
+        note = f"replanned: {mended} of {len(was)} mended{_cannot(hopeless, sample_ids)} ({broken}; {other.how})"
     return replace(second, audit=replace(second.audit, notes=(note,)))
+
+
+def _over(settled: Settled) -> list[tuple[int, ...]]:
+    """The samples of each pack with a shard over a budget."""
+    packs, found = list(settled.plan.packs()), settled.audit or Audit(())
+    return [packs[number].samples for number in sorted({finding.pack for finding in found.at_least("refuse")})]
+
+
+def _cannot(hopeless: frozenset[int], sample_ids: Sequence[Any] | None) -> str:
+    """Which samples no CP size has room for; empty if none."""
+    names = [str(s if sample_ids is None else sample_ids[s]) for s in sorted(hopeless)]
+    told = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else "".join(names)
+    return f"; sample(s) {told} cannot be, at any CP size" if names else ""
 
 
 def _laid_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ class Limits:
         dense = sum([piece.num_tokens for piece in pieces if piece.dense])
         most = max(tokens if budget.max_tokens is None else budget.max_tokens, -(-tokens // size))
         most_dense = max(most if budget.dense_limit is None else budget.dense_limit, -(-dense // size))
-        even = sum([work.of_piece(piece) for piece in pieces]) / size
+        even = math.fsum([work.of_piece(piece) for piece in pieces]) / size
         return cls(most, min(most, most_dense), even, (1.0 + budget.tolerance) * even)
 
 

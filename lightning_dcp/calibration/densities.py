@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +11,20 @@ from numpy.typing import NDArray
 
 from lightning_dcp.calibration.fit import FloatArray, non_negative_least_squares
 from lightning_dcp.errors import DataError
+from lightning_dcp.segments import PLAIN
 from lightning_dcp.stability.hot import kinds_of
 from lightning_dcp.stability.record import StepRecord
 
 COMMON = 0.05
-"""Share of the tokens from which a kind is common: the cheapest of these has density 1."""
+"""Share of the tokens from which a kind is common: the base, of density 1, is one of these."""
+PREFERRED = (PLAIN, "user")
+"""Kinds that are the base where they are common."""
+BLOCKS = 10
+"""Of rows, each left out once, to see how far a cost moves."""
+UNSURE = 0.5
+"""Spread of a cost over the cost, above which it could not be told."""
+FEW_ROWS = 200
+MANY_LEFT_OUT = 0.1
 MOST_KINDS = 10
 """The rarer kinds beyond these are measured as one, and get no density."""
 _ROWS_A_COLUMN = 4
@@ -33,12 +42,14 @@ class KindCost:
         kind: its name.
         tokens: that were seen.
         seconds: of computing, a token.
-        density: ``seconds`` over those of the cheapest common kind; None where no cost could be seen.
+        spread: of ``seconds``: the jackknife's standard error over blocks of rows; infinite where nothing was seen.
+        density: ``seconds`` over those of the base; None where the cost could not be told.
     """
 
     kind: str
     tokens: int
     seconds: float
+    spread: float
     density: float | None
 
 
@@ -48,20 +59,38 @@ class DensityFit:
 
     Attributes:
         kinds: the commonest first.
+        base: what density 1 is: a kind, or the median cost.
+        rare: kinds that were measured as one.
         rows: ranks' steps that it was fitted to.
         left_out: others, that were far off.
         median_residual: the median size of (predicted / measured - 1).
     """
 
     kinds: tuple[KindCost, ...]
+    base: str
+    rare: tuple[str, ...]
     rows: int
     left_out: int
     median_residual: float
 
     @property
     def densities(self) -> dict[str, float]:
-        """Density of each kind whose cost could be seen."""
-        return {cost.kind: cost.density for cost in self.kinds if cost.density is not None}
+        """Density of each kind that was seen; 1 where it could not be told."""
+        told = {cost.kind: cost.density or 1.0 for cost in self.kinds if cost.kind != OTHERS}
+        return told | dict.fromkeys(self.rare, 1.0)
+
+    @property
+    def not_told(self) -> tuple[str, ...]:
+        """Kinds whose density is 1 because it could not be told."""
+        return (*(c.kind for c in self.kinds if c.density is None and c.kind != OTHERS), *self.rare)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the densities doubtful."""
+        share = self.left_out / (self.rows + self.left_out)
+        few = f"only {self.rows} steps of ranks: with fewer than {FEW_ROWS} densities are rough, record a longer run"
+        many = f"{share:.0%} of the steps of ranks were left out as far off: record a run on a quieter machine"
+        return (*([few] if self.rows < FEW_ROWS else []), *([many] if share > MANY_LEFT_OUT else []))
 
 
 def learn_densities(records: Iterable[StepRecord]) -> dict[str, float]:
@@ -75,6 +104,9 @@ def fit_densities(records: Iterable[StepRecord]) -> DensityFit:
     ``busy seconds = overhead * packs + sum over kinds of seconds per token * tokens``, with no coefficient below 0, by least
     squares of relative residuals, once more without the rows that are far off. Attention grows with the square of a
     sample's length; a kind that lies in long samples is charged for it.
+
+    Density 1 is the cost of plain text, or of the user's, where that is common, else the median cost of a token. A kind whose
+    cost is 0, or moves by more than half of it when blocks of rows are left out, could not be told.
 
     Args:
         records: of steps, with packs.
@@ -90,8 +122,9 @@ def fit_densities(records: Iterable[StepRecord]) -> DensityFit:
     values, kept = _fit(design)
     _check_told_apart(design[kept], kinds)
     residuals = np.abs(design[kept] @ values - 1)
-    costs = _costs(kinds, rows, values[1:].tolist())
-    return DensityFit(costs, int(kept.sum()), int((~kept).sum()), float(np.median(residuals)))
+    costs, base = _costs(kinds, rows, values[1:], _spreads(design[kept], values)[1:])
+    rare = tuple(sorted(set(sum(rows, Counter())) - set(kinds))) if OTHERS in kinds else ()
+    return DensityFit(costs, base, rare, int(kept.sum()), int((~kept).sum()), float(np.median(residuals)))
 
 
 def _rows(records: Iterable[StepRecord]) -> tuple[list[tuple[int, float]], list[Counter[str]]]:
@@ -133,18 +166,55 @@ def _fit(design: FloatArray) -> tuple[FloatArray, NDArray[np.bool_]]:
     return non_negative_least_squares(design[kept], np.ones(int(kept.sum()))), kept
 
 
-def _costs(kinds: Sequence[str], rows: Sequence[Counter[str]], values: Sequence[float]) -> tuple[KindCost, ...]:
+def _spreads(design: FloatArray, values: FloatArray) -> FloatArray:
+    """Standard error of each value: the jackknife over blocks of rows, for the columns that are not 0."""
+    used = np.flatnonzero(values > 0)
+    blocks = np.array_split(np.arange(len(design)), min(BLOCKS, len(design)))
+    scale = np.linalg.norm(design[:, used], axis=0)
+    found = []
+    for block in blocks:
+        rest = np.delete(design[:, used], block, axis=0) / scale
+        found.append(np.linalg.lstsq(rest, np.ones(len(rest)), rcond=None)[0] / scale)
+    spreads = np.full(len(values), np.inf)
+    spreads[used] = np.sqrt((len(blocks) - 1) * np.var(np.array(found), axis=0))
+    return spreads
+
+
+def _costs(
+    kinds: Sequence[str], rows: Sequence[Counter[str]], values: FloatArray, spreads: FloatArray
+) -> tuple[tuple[KindCost, ...], str]:
+    """Kinds with their densities, and the base's name."""
     tokens = np.array([_tokens(row, kinds) for row in rows]).sum(0).tolist()
-    common = [v for v, count in zip(values, tokens, strict=True) if v > 0 and count >= COMMON * sum(tokens)]
+    seen = list(zip(kinds, tokens, values.tolist(), spreads.tolist(), strict=True))
+    told = [kind for kind, _, value, spread in seen if value > 0 and spread <= UNSURE * value and kind != OTHERS]
+    common = {kind: (value, count) for kind, count, value, _ in seen if kind in told and count >= COMMON * sum(tokens)}
     if not common:
         raise DataError(
-            "the ranks' seconds do not grow with the tokens of any common kind: all of the time is overhead, or noise. "
-            "Record a run with longer packs, on a quieter machine"
+            "the ranks' seconds do not grow with the tokens of any common kind, so far as can be told: all of the time is "
+            "overhead, or noise. Record a longer run with longer packs, on a quieter machine"
         )
-    return tuple(
-        KindCost(kind, count, value, value / min(common) if value > 0 and kind != OTHERS else None)
-        for kind, count, value in zip(kinds, tokens, values, strict=True)
+    base, cost = _base(common)
+    return (
+        tuple(
+            KindCost(kind, n, value, spread, value / cost if kind in told else None) for kind, n, value, spread in seen
+        ),
+        base,
     )
+
+
+def _base(common: Mapping[str, tuple[float, int]]) -> tuple[str, float]:
+    """The base's name and cost, of common kinds' costs and tokens."""
+    for kind in PREFERRED:
+        if kind in common:
+            return f"the cost of {kind}", common[kind][0]
+    ordered = sorted(common.values())
+    half = sum(count for _, count in ordered) / 2
+    behind = 0
+    for cost, count in ordered:
+        behind += count
+        if behind >= half:
+            break
+    return "the median cost of a token of common kinds", cost
 
 
 def _check_rows(rows: int, kinds: int) -> None:

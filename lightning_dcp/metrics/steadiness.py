@@ -66,8 +66,7 @@ class EffectiveThroughput(Metric):
     """Tokens a second over all of the last steps' time, and how much of it unsteady steps cost.
 
     ``steadiness`` is ``median step time * steps / time of all steps``: the share of the throughput that would be reached if
-    each step took the median. A tail of slow steps takes it below 1; a few steps that are faster than the others can take it
-    a little above.
+    each step took the median. A tail of slow steps takes it below 1; where faster steps make up for the slow ones, it is 1.
 
     Args:
         window: steps that are looked at; None: all since the last reset.
@@ -117,5 +116,5 @@ class EffectiveThroughput(Metric):
         median = torch.quantile(rows[:, 1], 0.5)
         return {
             "tokens_per_second": rows[:, 0].sum() * self.ranks / total,
-            "steadiness": median * len(rows) / total,
+            "steadiness": (median * len(rows) / total).clamp(max=1.0),
         }

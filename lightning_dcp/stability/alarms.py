@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ class Alarms:
             now = sights[-1].cost_s if sights[-1].slow else 0.0
             self.active[subject] = Alarm(subject, alarm.since_step, _slowdown(slow, alarm.slowdown), alarm.cost_s + now)
         elif len(slow) >= settings.needed:
-            alarm = Alarm(subject, slow[0].step, _slowdown(slow, 1.0), sum(sight.cost_s for sight in slow))
+            alarm = Alarm(subject, slow[0].step, _slowdown(slow, 1.0), math.fsum(sight.cost_s for sight in slow))
             self.active[subject] = alarm
             yield _event(step, "alarm", alarm, text(alarm))
 

@@ -91,6 +91,7 @@ class Governor:
         self._takes_speeds, self._given, self._ring, self._on = takes_speeds, rank_speeds, ring, fallback
         self._detours = Detours(settings)
         self._speeds: dict[int, float] = {}
+        self._found: dict[frozenset[Link], tuple[RingOrders, frozenset[Group]]] = {}
         self._worked: dict[int, int] = {}
 
     def decide(self, record: StepRecord) -> StepRecord:
@@ -125,11 +126,11 @@ class Governor:
             ]
         seen = next(k for k in record.links if (k.source, k.target) == link)
         self._detours.begin(link, Detour(record.step, seen.num_bytes // seen.hops))
-        stuck = self._orders.without(self._detours.open, self._table)[1]
+        _, stuck = self._around()
         text = f"rings go around {name_of(link)} where they can"
         crossing = sorted(group for group in stuck if _crosses(group, link))
         if crossing:
-            text += f"; groups that cannot exchange by {AROUND}: {', '.join(_name(group) for group in crossing)}"
+            text += f"; groups that cannot go around it use {AROUND} instead: {', '.join(map(_name, crossing))}"
         return [_event(record.step, "action", alarm, text)]
 
     def _follow_links(self, record: StepRecord) -> list[Event]:
@@ -156,7 +157,9 @@ class Governor:
 
     def _tell_speed(self, rank: int, step: int, alarm: Alarm) -> Event:
         self._speeds[rank], self._worked[rank] = max(SLOWEST, 1 / alarm.slowdown), step
-        text = f"rank {rank} is planned with a speed of {self._speeds[rank]:.2f}: plans give it less work where they can"
+        text = (
+            f"rank {rank} is planned with a speed of {self._speeds[rank]:.2f}: plans give it less work where they can"
+        )
         return _event(step, "action", alarm, text)
 
     def _undo_speed(self, rank: int, step: int, event: Event) -> Event:
@@ -182,10 +185,16 @@ class Governor:
                 events.append(self._tell_speed(rank, record.step, alarm))
         return events
 
+    def _around(self) -> tuple[RingOrders, frozenset[Group]]:
+        """Rings that go around all avoided links, and groups that cannot; searched when the links change, not each step."""
+        links = frozenset(self._detours.open)
+        if links not in self._found:
+            kept = self._orders, frozenset[Group]()
+            self._found = {links: self._orders.without(links, self._table) if links else kept}
+        return self._found[links]
+
     def _put_in_force(self, before: Fallback) -> None:
-        orders, stuck = self._orders, frozenset[Group]()
-        if self._detours.open:
-            orders, stuck = self._orders.without(self._detours.open, self._table)
+        orders, stuck = self._around()
         speeds = self._given
         if self._speeds:
             given = self._given or (1.0,) * self._orders.ranks

@@ -22,6 +22,17 @@ def critical_rank(record: StepRecord) -> int | None:
     return max(record.ranks, key=lambda time: (time.busy_s + time.transfer_s, -time.rank)).rank
 
 
+def late_start(packs: Iterable[PackTime]) -> tuple[int, float] | None:
+    """The rank that began its packs last, and its seconds after the first; None with packs of fewer than two ranks."""
+    begun: dict[int, float] = {}
+    for pack in packs:
+        begun[pack.rank] = min(begun.get(pack.rank, math.inf), pack.start_s)
+    if len(begun) < 2:
+        return None
+    rank = max(begun, key=lambda rank: (begun[rank], -rank))
+    return rank, begun[rank] - min(begun.values())
+
+
 def excess_seconds(record: StepRecord, typical_s: float) -> float:
     """Seconds that a slow step took beyond the typical ones; 0 for steps that are not slow."""
     return record.seconds - typical_s if record.seconds >= SLOW_FROM * typical_s else 0.0

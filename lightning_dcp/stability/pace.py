@@ -11,6 +11,8 @@ from operator import mul
 
 SUSPECTS = 4
 """Ranks that are looked at closely in one step, at most."""
+DOUBT = 1.1
+"""Of two ranks or more that take so many times the seconds expected, one may only look slow because of another."""
 KINDS, LINEAR, DENSITY = 4, 1, 3
 """Kinds of work where densities count, and the places of two of them."""
 PULL = 0.1
@@ -82,30 +84,59 @@ def paces(history: Mapping[int, Sequence[Work]], watched: Collection[int] = ()) 
     usual = _middle(list(rough.values()))
     suspects = sorted((rank for rank in rough if rough[rank] > usual), key=lambda rank: (-rough[rank], rank))[:SUSPECTS]
     suspects += [rank for rank in sorted(watched) if rank in rows and rank not in suspects]
-    return {rank: _paces_of(rank, rows, total, sums[rank]) for rank in suspects}
+    found = {rank: _paces_of(rank, rows, total, sums[rank]) for rank in suspects}
+    slow = [rank for rank in suspects if _ratio(found[rank]) > DOUBT]
+    if len(slow) < 2 or len(rows) < 4:
+        return found
+    return found | {rank: _without_others(rank, slow, found[rank], rows, sums) for rank in slow}
+
+
+def _without_others(
+    rank: int,
+    slow: Sequence[int],
+    paces: tuple[Pace, ...],
+    rows: Mapping[int, Sequence[Work]],
+    sums: Mapping[int, Sequence[float]],
+) -> tuple[Pace, ...]:
+    """The paces of a rank that seems slow, where it seems least so with any one other of those that seem slow left out.
+
+    The seconds of a slow rank say wrong things of kinds of work that it has most of, by which a sound one can look slow.
+    """
+    best = paces
+    for other in slow:
+        if other != rank:
+            rest = {place: works for place, works in rows.items() if place != other}
+            total = [math.fsum(values) for values in zip(*(sums[place] for place in rest), strict=True)]
+            best = min(best, _paces_of(rank, rest, total, sums[rank]), key=_ratio)
+    return best
+
+
+def _ratio(paces: Sequence[Pace]) -> float:
+    return _middle([pace.ratio for pace in paces])
 
 
 def _paces_of(
     rank: int, rows: Mapping[int, Sequence[Work]], total: Sequence[float], own: Sequence[float]
 ) -> tuple[Pace, ...]:
-    factors = _fit(_as_declared([a - b for a, b in zip(total, own, strict=True)], own))
+    factors = _with_densities([a - b for a, b in zip(total, own, strict=True)], own)
     others = [w.busy_s / _seconds(factors, w) for other, works in rows.items() if other != rank for w in works]
     usual = _middle(others)
     return tuple(Pace(w.step, w.busy_s, usual * _seconds(factors, w)) for w in rows[rank])
 
 
-def _as_declared(sums: Sequence[float], own: Sequence[float]) -> list[float]:
-    """The others' sums of least squares, with a pull of the factor of densities towards that of tokens.
+def _with_densities(sums: Sequence[float], own: Sequence[float]) -> tuple[float, ...]:
+    """Factors that fit the others' seconds, that of densities drawn to that of tokens.
 
     A rank may hold all dense segments, so that nobody else's seconds say what these cost. Then they cost what was declared
     of them: as many times an ordinary token as their density says. The more the others hold, the less this counts.
     """
-    found = list(sums)
-    if len(found) == KINDS * KINDS + KINDS:
-        weight = PULL * own[DENSITY * KINDS + DENSITY]
-        for i, j in product((LINEAR, DENSITY), repeat=2):
-            found[i * KINDS + j] += weight if i == j else -weight
-    return found
+    factors = _fit(sums)
+    if len(factors) < KINDS or own[DENSITY * KINDS + DENSITY] == 0:
+        return factors
+    weight, drawn = PULL * own[DENSITY * KINDS + DENSITY], list(sums)
+    drawn[DENSITY * KINDS + DENSITY] += weight
+    drawn[KINDS * KINDS + DENSITY] += weight * factors[LINEAR]
+    return _fit(drawn)
 
 
 def _normal_sums(works: Sequence[Work]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -222,7 +223,16 @@ class PlanAhead:
         settled = settle(plan, samples)
         if settled.plan is not plan:
             settled.plan.validate()
-        return settled, settled.plan.digest()
+        return settled, _digest(settled)
+
+
+def _digest(settled: Settled) -> int:
+    """A 63-bit hash of the plan and of layouts that do not follow from it: ranks with others would wait for ever."""
+    plan = settled.plan.digest()
+    if not settled.layouts:
+        return plan
+    layouts = [None if layout is None else layout.ranks for layout in settled.layouts]
+    return int.from_bytes(hashlib.blake2b(repr((plan, layouts)).encode(), digest_size=8).digest(), "big") >> 1
 
 
 class _Job:

@@ -245,13 +245,23 @@ def _check_agreement(
     with clock.waiting():
         dist.all_gather(every, own, group=groups.control)
     table = torch.stack(every)
-    for column, what in ((0, "plans"), (1, "batches"), (2, "ring orders")):
+    for column, (what, remedy) in enumerate(_DIFFERENT.items()):
         odd = [groups.world_ranks[i] for i in (table[:, column] != table[0, column]).nonzero().flatten().tolist()]
         if odd:
             raise PlanMismatchError(
-                f"ranks hold different {what}: rank(s) {odd} differ from rank {groups.world_ranks[0]}. Every rank must "
-                "read the same batch, which the strategy then cuts. Check that a sampler of your own gives the same "
-                "order on all ranks, that random crops, noise or masks in the data set or collate function do not depend "
-                "on the rank (seed_everything(workers=True) seeds workers by rank), and that a scheduler of your own depends on "
-                "nothing but lengths and its settings."
+                f"ranks hold different {what}: rank(s) {odd} differ from rank {groups.world_ranks[0]}. {remedy}"
             )
+
+
+_READING = (
+    "Every rank must read the same batch, which the strategy then cuts. Check that a sampler of your own gives the same "
+    "order on all ranks, that random crops, noise or masks in the data set or collate function do not depend "
+    "on the rank (seed_everything(workers=True) seeds workers by rank), and that a scheduler of your own depends on "
+    "nothing but lengths and its settings."
+)
+_DIFFERENT = {
+    "plans": _READING,
+    "batches": _READING,
+    "ring orders, exchange schemes or speeds": "All ranks must be given the same ring_order, links_file, alarms and fallback.",
+}
+"""What ranks compare before each batch, in this order, and what to look at where it differs."""

@@ -44,7 +44,7 @@ def test_budgets_are_kept_unless_the_audit_names_what_made_it_impossible(pack, c
         else:  # shared out evenly, and each shard over its budget names the segment that has most of it
             assert max(held) <= -(-total // size)
             assert sorted(f.rank for f in refused) == [rank for rank, count in enumerate(held) if count > most]
-            assert all(f.sample is not None and f"CP size of {-(-total // most)}" in f.text for f in refused)
+            assert all(f.sample is not None and f"={-(-total // size)} would do" in f.text for f in refused)
     assert {(f.sample, f.segment) for f in found if f.kind == "oversized"} == {
         (s, n)
         for s, own in enumerate(segments)

@@ -19,7 +19,7 @@ RANKS, TOKENS = 16, 4096
 def test_audited_cuts_are_steady_where_uniform_ones_are_not():
     """The numbers of the command itself, with fewer steps; nothing is set for one of the cases alone."""
     machine, budget = Machine(RANKS, preset("h100"), (RANKS // 2 - 1, RANKS // 2)), BoundaryBudget(TOKENS, 2048)
-    packs = draw_packs(150, RANKS * TOKENS, 3.0, 0)
+    packs = draw_packs(400, RANKS * TOKENS, 3.0, 0)
     cases = {case.name: case for case in cases_of(machine, budget)}
     names = "uniform cuts", "uniform cuts, fixed ring order", AUDITED
     uniform, ordered, audited = (simulate_steps(cases[name], packs, machine, budget, 0) for name in names)

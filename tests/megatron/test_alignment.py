@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning_dcp.models.megatron.alignment import has_transformer_engine_atten
 from lightning_dcp.models.megatron.replay import TokenPart
 from lightning_dcp.parallel.context import make_context
 from lightning_dcp.parallel.groups import CPGroup
+from lightning_dcp.parallel.watchdog import Watchdog
 from lightning_dcp.schedule import Alignment
 from tests.megatron import runs
 from tests.megatron.engine import transformer_engine
@@ -95,7 +97,8 @@ def test_any_module_trains_as_without_padding(ranks):
             assert (values["padding"] == [0]) == (name == "plain")
 
 
-def refused_job():
+@patch.object(Watchdog, "report")  # every rank refuses, so that the first need not wait until the others have read it
+def refused_job(report):
     said = []
     for alignment, options in (
         (Alignment.fp8(), {"max_seqlen_per_dp_cp_rank": 100}),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lightning_dcp.parallel.layout import PackLayout
 from lightning_dcp.parallel.link_table import LinkTable
 from lightning_dcp.parallel.rank_times import LinkSummary, RankSummary
 from lightning_dcp.schedule.alignment import Alignment
 from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.dynamic import DynamicScheduler
 from lightning_dcp.schedule.plan import Pack, StepPlan
+from lightning_dcp.segments import Segment
 from lightning_dcp.stability.assemble import assemble
 from lightning_dcp.stability.expected import HopExpectation, work_parts
 
@@ -40,10 +43,37 @@ def expectation(table: LinkTable | None = None) -> HopExpectation:
 
 def test_a_ranks_work_is_what_the_cost_model_says_without_hops() -> None:
     parts = work_parts(PLAN)
-    assert parts[0] == parts[1] and parts[3] == (0, 0, 0)
+    assert parts[0] == parts[1] and parts[3] == (0, 0, 0, 0)
     assert sum(parts[0]) == pytest.approx(COST.pack_seconds([100], 2) - COST.exposed_seconds(2, 100, 0))
     assert sum(parts[2]) == pytest.approx(COST.pack_seconds([20]) + COST.pack_seconds([9]))
     assert parts[2][0] == pytest.approx(2e-3) and parts[2][1] == pytest.approx(29e-5)
+
+
+def test_work_is_dealt_out_as_the_plans_layout_deals_out_tokens() -> None:
+    contiguous = replace(PLAN, microbatches=((Pack(0, 2, (0,), "contiguous"), Pack(2, 2, (1, 2))),))
+    parts, even = work_parts(contiguous), COST.attention_seconds([100], 2)[0]
+    assert [parts[0][1], parts[1][1]] == pytest.approx([50e-5, 50e-5])
+    assert [parts[0][2], parts[1][2]] == pytest.approx([even / 2, even * 3 / 2])  # 50^2 of 100^2 pairs, and the rest
+    assert parts[2] == parts[3]
+
+
+def test_work_is_dealt_out_by_the_layout_that_is_told_whatever_the_plan_names() -> None:
+    layout = PackLayout.from_chunks([100], [[(0, 0, 30)], [(0, 30, 100)]])
+    parts, even = work_parts(PLAN, (layout, None, None)), COST.attention_seconds([100], 2)[0]
+    assert [parts[0][1], parts[1][1]] == pytest.approx([30e-5, 70e-5])
+    assert [parts[0][2], parts[1][2]] == pytest.approx([even * 2 * 0.09, even * 2 * 0.91])
+    assert parts[2] == work_parts(PLAN)[2]
+
+
+def test_densities_add_to_the_linear_work_of_the_rank_that_holds_them() -> None:
+    layout = PackLayout.from_chunks([100], [[(0, 0, 30)], [(0, 30, 100)]])
+    segments = [(Segment(20, 50, "tool", 3.0), Segment(50, 60, "user")), (Segment(0, 10, "page", 0.5),), ()]
+    parts = work_parts(PLAN, (layout, None, None), segments)
+    assert [rank[3] for rank in parts] == pytest.approx([20e-5, 40e-5, -5e-5, 0.0])
+    assert [rank[3] for rank in work_parts(PLAN, (), segments)] == pytest.approx([10e-5, 50e-5, -5e-5, 0.0])  # zigzag
+    assert [rank[3] for rank in work_parts(PLAN, (), [(), (), ()])] == [0.0] * 4
+    record = assemble(0, PLAN, [told(p) for p in range(4)], expectation(), (layout, None, None), segments)
+    assert [rank.expected_parts for rank in record.ranks] == list(parts)
 
 
 def test_padding_counts_as_tokens() -> None:

@@ -67,3 +67,40 @@ def test_a_watched_rank_is_told_also_when_it_is_the_fastest() -> None:
     works = history({3: 0.5})
     assert 3 not in paces(works)
     assert median(p.ratio for p in paces(works, [3])[3]) == pytest.approx(0.5, rel=0.1)
+
+
+def dense_on_one(slow: dict[int, float], cost: float) -> dict[int, list[Work]]:
+    """Rank 2 holds all dense tokens, which cost so many times what their density says."""
+    works = history(slow, noise=0.05)
+    draw = random.Random(3)
+    found: dict[int, list[Work]] = {rank: [] for rank in works}
+    for rank, own in works.items():
+        for work in own:
+            extra = draw.uniform(0.5, 2) * 0.02 if rank == 2 else 0.0
+            seconds = work.busy_s + slow.get(rank, 1.0) * cost * TRUE[1] * extra
+            found[rank].append(Work(work.step, seconds, (*work.parts, extra)))
+    return found
+
+
+def test_a_rank_that_holds_all_dense_tokens_is_not_slow_for_that() -> None:
+    assert all(median(p.ratio for p in own) < 1.25 for own in paces(dense_on_one({}, 1.0), range(4)).values())
+    slow = paces(dense_on_one({2: 2.0}, 1.0), range(4))
+    assert median(p.ratio for p in slow[2]) == pytest.approx(2.0, rel=0.15)
+
+
+def test_what_dense_tokens_cost_is_learnt_from_others_that_hold_some() -> None:
+    """Six times what their densities say, and nothing."""
+    for cost in (6.0, 0.0):
+        works = {
+            rank: [
+                Work(
+                    w.step,
+                    w.busy_s + cost * TRUE[1] * 0.01 * (w.step * (rank + 2) % 5),
+                    (*w.parts, 0.01 * (w.step * (rank + 2) % 5)),
+                )
+                for w in own
+            ]
+            for rank, own in history({}, noise=0.0).items()
+        }
+        for own in paces(works, range(4)).values():
+            assert median(p.ratio for p in own) == pytest.approx(1.0, abs=0.1)

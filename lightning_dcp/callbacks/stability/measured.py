@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_dcp.metrics import EffectiveThroughput, HotSpots, PeakMemory, StepTimeWindow, TimeSplit
 from lightning_dcp.parallel.hop_times import peak_memory
-from lightning_dcp.stability.hot import by_kind, by_sample, critical_rank, excess_seconds
+from lightning_dcp.stability.hot import by_kind, by_sample, critical_rank, excess_seconds, late_start
 from lightning_dcp.stability.record import PackTime, StepRecord
 from lightning_dcp.step.metric_state import StateSync
 
@@ -35,7 +37,7 @@ class Measured:
         whole_run: quantiles of the step time over the run (its last 20,000 steps).
         samples: the hottest of the run.
         kinds: as ``samples``, kinds of segments.
-        slow: slow steps so far.
+        slow: slow steps so far, those among them whose samples are not to blame: a rank began late.
     """
 
     def __init__(self, ranks: int, *, window: int, quantiles: Sequence[float], top_k: int) -> None:
@@ -47,6 +49,7 @@ class Measured:
         self.memory = PeakMemory(ranks)
         self.samples, self.kinds = HotSpots(top_k, **same), HotSpots(top_k, **same)
         self.slow = self._counted = 0
+        self._late: deque[float] = deque(maxlen=window)
 
     def join(self, group: dist.ProcessGroup) -> None:
         """Let memory be gathered over a group that moves CPU tensors."""
@@ -65,6 +68,7 @@ class Measured:
         """
         if self._counted >= _ENOUGH:  # beside the steps before it
             self._blame(record, packs)
+        self._late.append(_late_s(packs))
         for metric in (self.step_time, self.whole_run):
             metric.update(record.seconds)
         self.throughput.update(record.tokens, record.seconds)
@@ -75,8 +79,10 @@ class Measured:
         excess, rank = excess_seconds(record, float(self.step_time.compute()["p50"])), critical_rank(record)
         if not excess or rank is None:
             return
-        own = [pack for pack in packs if pack.rank == rank]
         self.slow += 1
+        if _late_s(packs) - median(self._late) >= excess / 2:
+            return
+        own = [pack for pack in packs if pack.rank == rank]
         self.samples.update(record.step, by_sample(own, excess))
         if any(pack.tokens_by_kind for pack in own):
             self.kinds.update(record.step, by_kind(own, excess))
@@ -104,3 +110,9 @@ class Measured:
 
 
 _KINDS = ("busy", "wait", "transfer")
+
+
+def _late_s(packs: Sequence[PackTime]) -> float:
+    """Seconds that the last rank began its packs after the first."""
+    late = late_start(packs)
+    return 0.0 if late is None else late[1]

@@ -107,9 +107,14 @@ class StabilityMonitor(TimedBatches):
         self._measured.join(strategy.groups.control)
         strategy.control.detail = "spans" if self.record else "packs"
         with naming_failures(trainer):
-            folder = trainer.log_dir or trainer.default_root_dir  # asks all ranks, so it is read on all
+            self._open(trainer)
+
+    def _open(self, trainer: Trainer) -> None:
+        """Begin the record on one rank; the others wait here, where they say why if that fails."""
+        folder = trainer.log_dir or trainer.default_root_dir  # asks all ranks, so it is read on all
         if self.record and trainer.is_global_zero:
             self._folder = RunFolder(Path(folder, FOLDER), {"warmup_batches": self.warmup_batches} | run_facts(trainer))
+        trainer.strategy.barrier()
 
     def count(self, trainer: Trainer, scheduled: ScheduledBatch, result: BatchResult, seconds: float) -> None:
         """Count the batch, tell of its alarms, record it; log, if it is time."""
@@ -177,7 +182,8 @@ class StabilityMonitor(TimedBatches):
         path = None if self._folder is None else self._folder.path
         self._close()
         if trainer.is_global_zero and self._seen > self.warmup_batches:
-            Console().print(summary_table(self._metrics, alarms=self._alarms, actions=self._actions, folder=path))
+            numbers: Any = {"alarms": self._alarms, "actions": self._actions, "left_out": self.warmup_batches}
+            Console().print(summary_table(self._metrics, folder=path, **numbers))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the run's groups."""

@@ -50,7 +50,19 @@ class Comparison:
         times = first.throughput / second.throughput if second.throughput else float("nan")
         return (
             f"{first.name} trains at {times:.2f}x the tokens a second of {second.name}, "
-            f"with a p99/p50 of {first.ratio:.2f} beside {second.ratio:.2f}."
+            f"with a p99/p50 of {first.ratio:.2f} beside {second.ratio:.2f} (more tokens a second are better, "
+            "a lower p99/p50 is steadier)."
+        )
+
+    @property
+    def warning(self) -> str:
+        """What makes the two hard to compare; empty if nothing does."""
+        first, second = self.first, self.second
+        if first.steps == second.steps:
+            return ""
+        return (
+            f"The runs are of unequal length: {first.steps:,} and {second.steps:,} steps. They saw different batches, and the "
+            "p99 of the shorter one is less certain: compare runs of the same steps before you trust a small difference."
         )
 
 

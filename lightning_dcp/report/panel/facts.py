@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,20 @@ HIDDEN = ("format", "starts", "name", "link_table")
 def run_names(run: Run, other: Run | None) -> tuple[str, str]:
     """Names of two runs that differ: of their folders, with as much of the path as it takes.
 
+    A logger's ``version_0`` says nothing alone, so it gets the folder above.
+
     Args:
         run: the one that the panel is about.
         other: the one it is compared with, if any; its name is empty otherwise.
     """
     first = _parts(run)
     if other is None:
-        return _named(first[-1], run), ""
+        return _named(_tail(first, _depth(first)), run), ""
     second = _parts(other)
-    depth = 1
+    depth = max(_depth(first), _depth(second))
     while first[-depth:] == second[-depth:] and depth < max(len(first), len(second)):
         depth += 1
-    names = _named("/".join(first[-depth:]), run), _named("/".join(second[-depth:]), other)
+    names = _named(_tail(first, depth), run), _named(_tail(second, depth), other)
     return names if names[0] != names[1] else (names[0], f"{names[1]} (again)")
 
 
@@ -38,6 +41,14 @@ def _parts(run: Run) -> tuple[str, ...]:
     path = Path(run.path).resolve()
     path = path.parent if path.name == FOLDER else path
     return path.parts or ("run",)
+
+
+def _depth(parts: Sequence[str]) -> int:
+    return 2 if re.fullmatch(r"version_\d+", parts[-1]) else 1
+
+
+def _tail(parts: Sequence[str], depth: int) -> str:
+    return "/".join(part for part in parts[-depth:] if part != "/") or "run"
 
 
 def _named(folder: str, run: Run) -> str:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_dcp.report.panel.late import late_excess
 from lightning_dcp.stability.hot import by_kind, by_sample, critical_rank, excess_seconds
 from lightning_dcp.stability.record import PackTime, StepRecord
 
@@ -52,6 +53,8 @@ class HotList:
 def hot_list(records: Sequence[StepRecord], median_s: float) -> HotList:
     """What slow steps took over the median, shared as :mod:`lightning_dcp.stability.hot` says.
 
+    Steps that were slow because a rank began late are nobody's fault among the samples, and left out.
+
     Args:
         records: of the run.
         median_s: of its step times, seconds.
@@ -60,9 +63,9 @@ def hot_list(records: Sequence[StepRecord], median_s: float) -> HotList:
     kinds: dict[str, float] = defaultdict(float)
     seen: dict[Hashable, list[tuple[int, PackTime]]] = defaultdict(list)
     slow = 0
-    for record in records:
+    for record, late_s in zip(records, late_excess(records).tolist(), strict=True):
         excess_s, rank = excess_seconds(record, median_s), critical_rank(record)
-        if not excess_s:
+        if not excess_s or late_s >= excess_s / 2:
             continue
         own = [_with_text(pack) for pack in record.packs if pack.rank == rank]
         if not own:

@@ -25,7 +25,7 @@ class LinkCell:
         typical_s: seconds of a hop, median over steps.
         expected_s: what they should be, median over steps; None if that is not known.
         ratio: typical over expected, median over steps; None if that is not known.
-        bad_ratio: mean time of a step's hops over expected, in one step of twenty this or more.
+        bad_ratio: mean time of a step's hops over expected, in the worst 5 % of steps this or more.
         hops: messages in all steps; 0 for a link that was only tried.
         num_bytes: of all of them.
         held_up_s: seconds that the receiver was held up, all steps.

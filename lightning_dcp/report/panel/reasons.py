@@ -7,14 +7,16 @@ from typing import Literal
 
 import numpy as np
 
+from lightning_dcp.report.panel.late import late_excess, late_rank
 from lightning_dcp.report.panel.measured import Measured
 from lightning_dcp.report.panel.series import SLOWEST, distance_of
 from lightning_dcp.report.plan_table import seconds
 from lightning_dcp.stability.hot import excess_seconds
 from lightning_dcp.stability.record import LinkTime, StepRecord
 
-Cause = Literal["work", "compute", "transfer", "wait", "outside"]
-"""``work``: the plan foresaw more; ``compute``: slower than the plan foresaw; ``outside``: neither packs nor exchange."""
+Cause = Literal["work", "compute", "transfer", "start", "wait", "outside"]
+"""``work``: the plan foresaw more; ``compute``: slower than the plan foresaw; ``start``: a rank began its packs late;
+``outside``: neither packs nor exchange."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class StepReason:
         tokens: of the batch.
         distance: places between sender and receiver, mean over bytes; None if nothing was sent.
         link: the link into the critical rank that held it up longest; None if nothing was sent to it.
+        late_rank: who began late, or sent late, where the cause is ``start`` or ``wait``; None if that is not known.
         cause: the largest part of the excess.
         parts: seconds of the excess by cause.
         text: the cause in a sentence.
@@ -51,6 +54,7 @@ class StepReason:
     tokens: int
     distance: float | None
     link: tuple[int, int] | None
+    late_rank: int | None
     cause: Cause
     parts: dict[Cause, float]
     text: str
@@ -70,6 +74,7 @@ def step_reasons(measured: Measured, *, most: int = SLOWEST) -> tuple[StepReason
     )
     outside = measured.seconds - busy - transfer - wait
     more = [values - np.nanmedian(values) for values in (busy, planned, transfer, wait, outside)]
+    more.append(late_excess(measured.records))
     usual_s = float(np.nanmedian(planned))
     slowest = np.argsort(-measured.seconds, kind="stable")[:most]
     return tuple(
@@ -80,7 +85,7 @@ def step_reasons(measured: Measured, *, most: int = SLOWEST) -> tuple[StepReason
 
 
 def _reason(measured: Measured, i: int, more: list[float], usual_s: float) -> StepReason:
-    """The reason of step ``i``; ``more``: seconds over the usual of computing, plan, transfer, wait and the rest."""
+    """The reason of step ``i``; ``more``: seconds over the usual of computing, plan, transfer, wait, rest and late start."""
     record, rank = measured.records[i], int(measured.critical[i])
     parts = _parts(*more)
     cause = max(parts, key=lambda name: parts[name])
@@ -88,6 +93,7 @@ def _reason(measured: Measured, i: int, more: list[float], usual_s: float) -> St
         float(values[i, rank]) for values in (measured.busy, measured.expected, measured.transfer, measured.wait)
     )
     distance, link = distance_of(record), _worst_link(record, rank)
+    late = late_rank(cause, record, rank, parts[cause])
     return StepReason(
         step=record.step,
         seconds=record.seconds,
@@ -101,16 +107,33 @@ def _reason(measured: Measured, i: int, more: list[float], usual_s: float) -> St
         tokens=record.tokens,
         distance=None if np.isnan(distance) else distance,
         link=None if link is None else (link.source, link.target),
+        late_rank=None if late is None else late.rank,
         cause=cause,
         parts=parts,
-        text=_sentence(cause, record, rank, parts[cause], planned / usual_s if usual_s > 0 else None),
+        text=_sentence(cause, record, rank, parts[cause], planned / usual_s if usual_s > 0 else None)
+        if late is None
+        else late.text,
     )
 
 
-def _parts(busy: float, planned: float, transfer: float, wait: float, outside: float) -> dict[Cause, float]:
-    """Seconds over the usual by cause: of more computing, what was planned is the batch's work, the rest is slowness."""
+def _parts(
+    busy: float, planned: float, transfer: float, wait: float, outside: float, late: float
+) -> dict[Cause, float]:
+    """Seconds over the usual by cause: of more computing, what was planned is the batch's work, the rest is slowness.
+
+    Of more waiting and more time outside, the latest rank's late start explains as much as it was late.
+    """
     work = min(max(planned, 0.0), max(busy, 0.0))
-    return {"work": work, "compute": busy - work, "transfer": transfer, "wait": wait, "outside": outside}
+    waited = min(late, max(wait, 0.0))
+    idle = min(late - waited, max(outside, 0.0))
+    return {
+        "work": work,
+        "compute": busy - work,
+        "transfer": transfer,
+        "start": waited + idle,
+        "wait": wait - waited,
+        "outside": outside - idle,
+    }
 
 
 def _sentence(cause: Cause, record: StepRecord, rank: int, part_s: float, planned: float | None) -> str:
@@ -125,7 +148,7 @@ def _sentence(cause: Cause, record: StepRecord, rank: int, part_s: float, planne
     if cause == "transfer":
         return f"Slow transfer: rank {rank} was held up {much} longer than usual{_by_link(record, rank)}."
     if cause == "wait":
-        return f"Late senders: rank {rank} waited {much} longer than usual for ranks that had not begun to send."
+        return f"Late sender: rank {rank} waited {much} longer than usual for ranks that had not begun to send."
     return f"Outside of computing and exchange: {much} more than usual passed on rank {rank}."
 
 

@@ -82,9 +82,9 @@ def _drawings(panel: Panel) -> dict[str, Any]:
     cp_sizes = sorted({size for timeline in panel.timelines for size in timeline.cp_sizes})
     heat_maps: list[tuple[str, Drawing]] = []
     if panel.links.cells:
-        heat_maps.append(("Typical hop", draw_heat_map(panel.links, bad=False)))
+        heat_maps.append(("In a typical step", draw_heat_map(panel.links, bad=False)))
     if panel.links.has_expected:
-        heat_maps.append(("Mean hop, in one step of twenty this or more", draw_heat_map(panel.links, bad=True)))
+        heat_maps.append(("In the worst 5 % of steps", draw_heat_map(panel.links, bad=True)))
     return {
         "distributions": draw_distributions(panel.comparison) if panel.comparison else None,
         "steps_drawing": draw_steps(panel.series, panel.events),

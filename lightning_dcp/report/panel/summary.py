@@ -16,6 +16,10 @@ STEADY = 1.11
 """Largest p99/p50 that is called steady."""
 UNEVEN = 1.25
 """Largest p99/p50 that is called fairly steady."""
+FEW = 10
+"""Of fewer steps the median says too little for a steadiness."""
+NOTHING_LOST = 0.995
+"""Steadiness from which slow steps cost no throughput: quick ones made up for them."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class RunSummary:
         p99_s: its 99th percentile.
         total_s: seconds of all steps.
         throughput: tokens a second over all of that time.
-        steadiness: p50 x steps / total: the share of the throughput that there would be if each step took the median.
+        steadiness: p50 x steps / total, 1 at most: the share of the throughput that there would be if each step took the
+            median; None with fewer than 10 steps.
         busy_share: of all ranks' time in steps, what they computed; None if ranks were not timed.
         transfer_share: the same of waiting for what was on its way.
         wait_share: the same of waiting for ranks that had not begun to send.
@@ -49,7 +54,7 @@ class RunSummary:
     p99_s: float
     total_s: float
     throughput: float
-    steadiness: float
+    steadiness: float | None
     busy_share: float | None
     transfer_share: float | None
     wait_share: float | None
@@ -77,8 +82,16 @@ class RunSummary:
         times = f"{seconds(self.p99_s)} and {seconds(self.p50_s)}"
         return (
             f"{self.word}: over {steps} the p99 step took {self.ratio:.2f}x the p50 ({times}), "
-            f"throughput was {self.steadiness:.1%} of what it would be if each step took the median, {alarms}{still}."
+            f"{self._throughput_words}{alarms}{still}."
         )
+
+    @property
+    def _throughput_words(self) -> str:
+        if self.steadiness is None:
+            return ""
+        if self.steadiness >= NOTHING_LOST and self.ratio > STEADY:
+            return "though quicker steps made up for what the slow ones cost in throughput, "
+        return f"throughput was {self.steadiness:.1%} of what it would be if each step took the median, "
 
 
 def summarise(name: str, measured: Measured, events: Sequence[Event], warmup: int = 0) -> RunSummary:
@@ -108,7 +121,7 @@ def summarise(name: str, measured: Measured, events: Sequence[Event], warmup: in
         float(p99),
         total,
         float(measured.tokens.sum()) / total if total else 0.0,
-        float(p50) * len(measured.records) / total if total else 1.0,
+        _steadiness(float(p50), len(measured.records), total),
         _share(measured, measured.busy),
         _share(measured, measured.transfer),
         _share(measured, measured.wait),
@@ -117,6 +130,12 @@ def summarise(name: str, measured: Measured, events: Sequence[Event], warmup: in
         tuple(still),
         sum(event.kind == "action" for event in events),
     )
+
+
+def _steadiness(p50_s: float, steps: int, total_s: float) -> float | None:
+    if steps < FEW:
+        return None
+    return min(1.0, p50_s * steps / total_s) if total_s else 1.0
 
 
 def _share(measured: Measured, values: Array) -> float | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lightning_dcp.report.panel.comparison import Comparison
 from lightning_dcp.report.panel.draw.axes import byte_unit
@@ -17,29 +18,37 @@ CAUSES: dict[Cause, str] = {
     "work": "more work in the batch",
     "compute": "slow computing",
     "transfer": "slow transfers",
+    "start": "ranks that began late",
     "wait": "senders that came late",
     "outside": "time outside of computing and exchange",
 }
-Row = tuple[str, str, str, str]
+Row = tuple[str, str, str, str, str]
 
 
 def main_cause(reasons: Sequence[StepReason]) -> str:
-    """What most of the slowest steps have in common; nothing without timed steps."""
+    """Why the slowest steps were slow, each cause with its number of steps; nothing without timed steps."""
     if not reasons:
         return ""
-    cause, times = Counter(reason.cause for reason in reasons).most_common(1)[0]
-    of_these = [reason for reason in reasons if reason.cause == cause]
-    why = f"mostly because of {CAUSES[cause]}{_where(of_these)}"
+    (most, times), *others = Counter(reason.cause for reason in reasons).most_common()
+    why = f"mostly because of {_cause(most, reasons)}"
     if len(reasons) == 1:
         return f"One step was slow, {why}."
-    if times == len(reasons):
+    if not others:
         return f"The {len(reasons)} slowest steps were all slow {why}."
-    return f"Of the {len(reasons)} slowest steps, {times} {'was' if times == 1 else 'were'} slow {why}."
+    more = "".join(f", {number} because of {_cause(cause, reasons)}" for cause, number in others)
+    return f"Of the {len(reasons)} slowest steps, {times} {'was' if times == 1 else 'were'} slow {why}{more}."
+
+
+def _cause(cause: Cause, reasons: Sequence[StepReason]) -> str:
+    return CAUSES[cause] + _where([reason for reason in reasons if reason.cause == cause])
 
 
 def _where(reasons: Sequence[StepReason]) -> str:
     """The link or the rank that these steps have in common, if there is one."""
     links, ranks = {reason.link for reason in reasons}, {reason.rank for reason in reasons}
+    late = {reason.late_rank for reason in reasons}
+    if reasons[0].cause in ("start", "wait") and len(late) == 1 and (rank := late.pop()) is not None:
+        return f" (rank {rank})"
     if reasons[0].cause == "transfer" and len(links) == 1 and (link := links.pop()):
         return f" over link {link[0]}->{link[1]}"
     return f" on rank {ranks.pop()}" if reasons[0].cause == "compute" and len(ranks) == 1 else ""
@@ -53,7 +62,7 @@ def numbers(summary: RunSummary) -> list[tuple[str, str]]:
         ("p50", seconds(summary.p50_s)),
         ("p99", seconds(summary.p99_s)),
         ("p99 / p50", f"{summary.ratio:.2f}x"),
-        ("steadiness", f"{summary.steadiness:.1%}"),
+        ("steadiness", percent(summary.steadiness)),
         ("tokens/s", throughput(summary.throughput)),
         ("busy", percent(summary.busy_share)),
         ("transfer", percent(summary.transfer_share)),
@@ -64,43 +73,27 @@ def numbers(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def comparison_rows(comparison: Comparison) -> list[Row]:
-    """Name, first, second and their quotient, where that means something."""
+    """Name, first, second, their quotient where that means something, and which direction is better."""
     first, second = comparison.first, comparison.second
-    rows: list[Row] = [
-        ("steps", f"{first.steps:,}", f"{second.steps:,}", ""),
-        ("ranks", f"{first.ranks:,}", f"{second.ranks:,}", ""),
-        ("p50", seconds(first.p50_s), seconds(second.p50_s), times(first.p50_s, second.p50_s)),
-        ("p99", seconds(first.p99_s), seconds(second.p99_s), times(first.p99_s, second.p99_s)),
-        ("p99 / p50", f"{first.ratio:.2f}x", f"{second.ratio:.2f}x", times(first.ratio, second.ratio)),
-        (
-            "effective throughput, tokens/s",
-            throughput(first.throughput),
-            throughput(second.throughput),
-            times(first.throughput, second.throughput),
-        ),
-        (
-            "steadiness",
-            f"{first.steadiness:.1%}",
-            f"{second.steadiness:.1%}",
-            times(first.steadiness, second.steadiness),
-        ),
-    ]
-    for name, one, other in (
-        ("busy share of the ranks", first.busy_share, second.busy_share),
-        ("transfer share", first.transfer_share, second.transfer_share),
-        ("wait share", first.wait_share, second.wait_share),
-    ):
-        rows.append((name, percent(one), percent(other), times(one, other)))
-    rows.append(
-        (
-            "peak memory",
-            memory(first.memory_bytes),
-            memory(second.memory_bytes),
-            times(first.memory_bytes, second.memory_bytes),
-        )
+    counts: tuple[tuple[str, int, int, str], ...] = (
+        ("steps", first.steps, second.steps, ""),
+        ("ranks", first.ranks, second.ranks, ""),
+        ("alarms", first.alarms, second.alarms, "lower"),
     )
-    rows.append(("alarms", f"{first.alarms:,}", f"{second.alarms:,}", ""))
-    return rows
+    values: tuple[tuple[str, float | None, float | None, Callable[[Any], str], str], ...] = (
+        ("p50", first.p50_s, second.p50_s, seconds, "lower"),
+        ("p99", first.p99_s, second.p99_s, seconds, "lower"),
+        ("p99 / p50", first.ratio, second.ratio, "{:.2f}x".format, "lower"),
+        ("effective throughput, tokens/s", first.throughput, second.throughput, throughput, "higher"),
+        ("steadiness", first.steadiness, second.steadiness, percent, "higher"),
+        ("busy share of the ranks", first.busy_share, second.busy_share, percent, "higher"),
+        ("transfer share", first.transfer_share, second.transfer_share, percent, "lower"),
+        ("wait share", first.wait_share, second.wait_share, percent, "lower"),
+        ("peak memory", first.memory_bytes, second.memory_bytes, memory, "lower"),
+    )
+    told = [(name, f"{one:,}", f"{other:,}", "", better) for name, one, other, better in counts]
+    rows = [(name, of(one), of(other), times(one, other), better) for name, one, other, of, better in values]
+    return [*told[:2], *rows, told[2]]
 
 
 def shard_words(shards: ShardBudgets) -> str:

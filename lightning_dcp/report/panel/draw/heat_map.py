@@ -27,13 +27,13 @@ def draw_heat_map(links: LinkMap, *, bad: bool) -> Drawing:
 
     Args:
         links: of a run.
-        bad: draw the mean hop of one step of twenty, instead of the typical one.
+        bad: draw the mean hop of the worst 5 % of steps, instead of the typical one.
     """
     unit_s = _middle(links)
     side = min(46.0, SIDE / links.ranks)
     right, bottom = LEFT + side * links.ranks, TOP + side * links.ranks
     parts = [*_frame(links.ranks, side), *_cells(links, side, unit_s, bad)]
-    what = "in one step of twenty, mean of its hops" if bad else "in a typical step"
+    what = "in the worst 5 % of steps, mean of a step's hops" if bad else "in a typical step"
     over = "expected time" if links.has_expected else "median link's time"
     title = f"Links {what}: time of a hop over the {over}"
     keys = legend([Key(f"h{i}", label) for i, label in enumerate(_labels())])

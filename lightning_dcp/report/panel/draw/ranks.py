@@ -13,7 +13,7 @@ from lightning_dcp.report.plan_table import seconds
 
 LEFT, TOP = 46.0, 20.0
 TIME_WIDTH, MEMORY_WIDTH = 720.0, 370.0
-PARTS = (("busy_s", "cp2", "compute"), ("transfer_s", "transfer", "transfer"), ("wait_s", "wait", "wait for a sender"))
+PARTS = (("busy_s", "cp2", "compute"), ("transfer_s", "transfer", "transfer"), ("wait_s", "wait", "wait for others"))
 
 
 def draw_rank_times(ranks: RankBars) -> Drawing:

@@ -67,12 +67,12 @@ def _keys(series: StepSeries, events: EventLog) -> list[Key]:
     each = "a step" if series.steps_a_point == 1 else f"{series.steps_a_point} steps: median, shortest to longest"
     keys = [
         Key("series", each, "line"),
-        Key("p50", f"p50 of {series.window} steps", "line"),
-        Key("p99", f"p99 of {series.window} steps", "line"),
+        Key("p50", f"p50 of the last {series.window} steps", "line"),
+        Key("p99", f"p99 of the last {series.window} steps", "line"),
         Key("band", "between p50 and p99"),
     ]
     if series.predicted_s:
-        keys.append(Key("predicted", f"predicted by the plan, times {series.predicted_scale:.3g}", "line"))
+        keys.append(Key("predicted", "predicted by the plan, scaled", "line"))
     return [*keys, Key("slow", "slowest steps", SLOW), *event_keys(events)]
 
 

@@ -90,17 +90,21 @@ def path(d: str, class_: str, tip: str | None = None) -> Markup:
     return tag("path", *([tag("title", tip)] if tip else []), d=d, class_=class_)
 
 
+DOT = "m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0"
+"""A small circle around the point that a path is at."""
+
+
 def polyline(points: Iterable[tuple[float, float] | None], class_: str) -> Markup:
-    """A line through points; None breaks it. A point between two breaks is a short dash."""
+    """A line through points; None breaks it. A point between two breaks is a dot."""
     words, pen_up, alone = [], True, False
     for point in points:
         if point is None:
-            words += ["h.8"] if alone else []
+            words += [DOT] if alone else []
             pen_up, alone = True, False
             continue
         words.append(f"{'M' if pen_up else 'L'}{point[0]:.1f} {point[1]:.1f}")
         alone, pen_up = pen_up, False
-    return path("".join(words + (["h.8"] if alone else [])), class_)
+    return path("".join(words + ([DOT] if alone else [])), class_)
 
 
 def boxes(rectangles: Iterable[tuple[float, float, float, float]], class_: str) -> Markup:

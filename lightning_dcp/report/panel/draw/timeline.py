@@ -60,7 +60,7 @@ def _keys(timeline: StepTimeline, cp_sizes: Sequence[int]) -> list[Key]:
         Key(shade(size, cp_sizes), f"compute, CP {size}") for size in timeline.cp_sizes if ("compute", size) in kinds
     ]
     present = {kind for kind, _ in kinds}
-    named_kinds = (("transfer", "transfer"), ("wait", "wait for a sender"), ("untimed", "a pack, not timed inside"))
+    named_kinds = (("transfer", "transfer"), ("wait", "wait for others"), ("untimed", "a pack, not timed inside"))
     keys += [Key(kind, label) for kind, label in named_kinds if kind in present]
     return [*keys, Key("end", "end of the step", "line")]
 
