@@ -65,7 +65,8 @@ def as_segments(values: Iterable[Any], length: int, *, sample: object = "") -> S
         problems += wrong
         last = max(last, segment.end)
     if problems:
-        raise BatchError(f"segments of sample {sample} of {length} tokens: {'; '.join(problems)}")
+        text = f"segments of sample {sample} of {length} tokens: {'; '.join(problems)}"
+        raise BatchError(text.encode("utf-8", "backslashreplace").decode("utf-8"))  # ids may hold anything
     return tuple(segments)
 
 

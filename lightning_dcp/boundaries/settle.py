@@ -60,7 +60,8 @@ def settle(
         budget: of each shard.
         cost: how much packs cost; None: a 7B model on H100s.
         on_violation: ``warn``: the audit tells; ``replan``: another plan is made whose shards keep their budgets, but for
-            samples that no CP size has room for, and the audit's notes say which; where none is found the audit tells, too; ``error``: the batch is refused.
+            samples that no CP size has room for, and the audit's notes say which; where none is found the audit tells,
+            too; ``error``: the batch is refused.
         sample_ids: of the batch's samples, for messages.
         sizes: the CP sizes that another plan may use; None: all that the plane offers.
         microbatch_multiple: of the number of micro-batches of another plan, in lock-step.

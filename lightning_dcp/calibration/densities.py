@@ -207,14 +207,9 @@ def _base(common: Mapping[str, tuple[float, int]]) -> tuple[str, float]:
     for kind in PREFERRED:
         if kind in common:
             return f"the cost of {kind}", common[kind][0]
-    ordered = sorted(common.values())
-    half = sum(count for _, count in ordered) / 2
-    behind = 0
-    for cost, count in ordered:
-        behind += count
-        if behind >= half:
-            break
-    return "the median cost of a token of common kinds", cost
+    costs, counts = zip(*sorted(common.values()), strict=True)
+    middle = int(np.searchsorted(np.cumsum(counts), sum(counts) / 2))
+    return "the median cost of a token of common kinds", costs[middle]
 
 
 def _check_rows(rows: int, kinds: int) -> None:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Sequence
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from lightning_dcp.boundaries.findings import LEVELS
-from lightning_dcp.commands.audit_check import AuditedBatches, changed_samples, newly_unsafe, with_new_data
+from lightning_dcp.commands.audit_check import AuditedBatches, told_unsafe, with_new_data
 from lightning_dcp.commands.audit_data import read_batches
+from lightning_dcp.commands.audit_run import run_settings
 from lightning_dcp.commands.audit_set import AuditedBatch, RegressionSet
 from lightning_dcp.commands.audit_settings import AuditSettings, LayoutName
+from lightning_dcp.commands.audit_tell import counted, show
 from lightning_dcp.errors import BoundaryError, Problem, raise_problems
 from lightning_dcp.report.figure import folder_problems
 from lightning_dcp.schedule.cost_file import load_cost_model
 from lightning_dcp.schedule.plan import Mode
 
 BATCHES = 10
-MOST_ROWS = 40
-COLORS = {"ok": "green", "warn": "yellow", "refuse": "red"}
 
 
 def audit(
@@ -43,7 +39,7 @@ def audit(
     mode: Mode | None = None,
     min_context_parallel_size: int | None = None,
     max_context_parallel_size: int | None = None,
-    replan: bool = False,
+    replan: bool | None = None,
     cost_model: str | None = None,
     batches: int | None = None,
     batch_size: int | None = None,
@@ -51,8 +47,10 @@ def audit(
 ) -> AuditedBatches:
     """Audit where packs of your data are cut, before anything is trained; keep a set of batches, and check it later.
 
-    With --check, what is not given is as in the set. It fails, with exit status 1, when a boundary that was safe then is
-    unsafe now: with other settings, or with --data, when template or data changed the segments of the set's samples.
+    Settings that are not given are those of the DCPStrategy where --data is a run's whole configuration. With --check they
+    are as in the set, but for what such a configuration says and no option said when the set was made. It fails, with exit
+    status 1, when a boundary that was safe then is unsafe now: with other settings, or with --data, when template or data
+    changed the segments of the set's samples.
 
     Args:
         data: the YAML of a LightningDataModule (class_path, init_args), or a run's whole configuration.
@@ -70,7 +68,7 @@ def audit(
         mode: free (the default) or lockstep.
         min_context_parallel_size: smallest group of the dynamic scheduler.
         max_context_parallel_size: largest group of the dynamic scheduler; by default all ranks.
-        replan: make another plan where shards are over their budgets, as on_violation="replan" does in training.
+        replan: make another plan where shards are over their budgets, as on_violation="replan" does in training; `false`: do not.
         cost_model: a preset (a100, h100, h200, cpu) or a YAML file as `lightning-dcp calibrate` writes it; by default h100.
         batches: how many are read; by default 10.
         batch_size: samples a batch over all ranks; by default what the data module makes.
@@ -100,24 +98,28 @@ def audit(
         "mode": mode,
         "min_context_parallel_size": min_context_parallel_size,
         "max_context_parallel_size": max_context_parallel_size,
-        "replan": replan or None,
+        "replan": replan,
         "cost": None if cost_model is None else load_cost_model(cost_model),
     }
+    given = {name: value for name, value in given.items() if value is not None}
+    fixed = given if kept is None else given | {name: getattr(kept.settings, name) for name in kept.given} | given
+    run = None if data is None else run_settings(data)
     settings = AuditSettings(load_cost_model("h100")) if kept is None else kept.settings
-    settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
+    settings = replace(settings, **({} if run is None else dict(run.values)) | fixed)
     raise_problems(settings.problems())
     how = {"batches": BATCHES, "batch_size": None, "seed": 0} if kept is None else dict(kept.reading)
     how |= {name: value for name, value in reading.items() if value is not None}
-    read, missing = _batches(data, kept, how)
+    read, missing, total = _batches(data, kept, how)
     now = AuditedBatches.of(settings, read)
-    _show(now, kept, missing)
+    show(now, kept, missing, total, [] if run is None or data is None else [run.told(data, fixed)])
     if json is not None:
         Path(json).write_text(jsonlib.dumps(_to_json(now), indent=1) + "\n", encoding="utf-8")
-    worse = [] if kept is None else newly_unsafe(kept, now)
-    if worse:
-        raise BoundaryError("\n  ".join([f"{len(worse)} boundaries were safe and are unsafe now:", *worse]))
+    worse = None if kept is None else told_unsafe(kept, now)
+    if worse is not None:
+        raise BoundaryError(worse)
     if save is not None:
-        RegressionSet(settings, now.batches, frozenset(now.unsafe), how).save(save)
+        RegressionSet(settings, now.batches, frozenset(now.unsafe), how, tuple(fixed)).save(save)
+        sys.stdout.write(f"wrote {save} ({counted(now)}, {len(now.samples)} samples)\n")
     return now
 
 
@@ -140,67 +142,13 @@ def _problems(
 
 def _batches(
     data: str | None, kept: RegressionSet | None, how: dict[str, Any]
-) -> tuple[tuple[AuditedBatch, ...], list[str]]:
-    """The batches to audit, and which samples of the set are no longer there."""
+) -> tuple[tuple[AuditedBatch, ...], list[str], int | None]:
+    """The batches to audit, which samples of the set are no longer there, and about how many batches the data has."""
     if data is None:
-        return (() if kept is None else kept.batches), []
-    read = read_batches(data, how["batches"], how["batch_size"], how["seed"])
-    return (read, []) if kept is None else with_new_data(kept, read)
+        return (() if kept is None else kept.batches), [], None
+    read, total = read_batches(data, how["batches"], how["batch_size"], how["seed"])
+    return (read, [], total) if kept is None else (*with_new_data(kept, read), total)
 
 
 def _to_json(now: AuditedBatches) -> dict[str, Any]:
     return {"settings": now.settings.to_json(), "batches": [audit.to_json() for audit in now.audits]}
-
-
-# ------------------------------------------------------------------------ telling
-
-
-def _show(now: AuditedBatches, kept: RegressionSet | None, missing: Sequence[str]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
-    _tell_data(console, now, kept, missing)
-    rows = [(n, finding) for n, audit in enumerate(now.audits) for finding in audit.at_least("warn")]
-    if rows:
-        table = Table(title="Findings", title_justify="left")
-        for heading in ("batch", "level", "kind", "what"):
-            table.add_column(heading)
-        for number, finding in sorted(rows, key=lambda row: -LEVELS.index(row[1].level))[:MOST_ROWS]:
-            level = f"[{COLORS[finding.level]}]{finding.level}[/]"
-            table.add_row(str(number), level, finding.kind, _plain(finding.text))
-        console.print(table)
-        if len(rows) > MOST_ROWS:
-            console.print(f"and {len(rows) - MOST_ROWS} more; --json has all")
-    for number, audit in enumerate(now.audits):
-        for note in audit.notes:
-            console.print(f"batch {number}: {note}", markup=False)
-    worst = max((audit.level for audit in now.audits), key=LEVELS.index, default="ok")
-    console.print(f"{len(rows)} finding(s) of level warn or refuse: [bold {COLORS[worst]}]{worst}[/]")
-
-
-def _tell_data(console: Console, now: AuditedBatches, kept: RegressionSet | None, missing: Sequence[str]) -> None:
-    samples = [sample for batch in now.batches for sample in batch]
-    dense = sum(now.settings.budget.is_dense(segment) for sample in samples for segment in sample.segments)
-    segments = sum(len(sample.segments) for sample in samples)
-    console.print(
-        f"{len(now.batches)} batch(es) of {len(samples)} samples in all, {segments} segments, {dense} of them dense; "
-        f"{now.settings.ranks} ranks, layout {now.settings.layout}",
-        markup=False,
-    )
-    if kept is None:
-        return
-    changes = now.settings.changes_from(kept.settings)
-    console.print(f"settings that changed since the set was made: {'; '.join(changes) or 'none'}", markup=False)
-    changed = changed_samples(kept, now)
-    console.print(f"samples that changed: {_some(changed)}", markup=False)
-    if missing:
-        console.print(f"samples of the set that are not in the data any more: {_some(missing)}", markup=False)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:10])
-    return f"{len(names)} ({shown}{', ...' if len(names) > 10 else ''})" if names else "none"
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")

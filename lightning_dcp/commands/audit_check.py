@@ -40,13 +40,18 @@ class AuditedBatches:
         """What is unsafe, with the first finding that says so."""
         found: dict[Boundary, Finding] = {}
         for finding in (finding for audit in self.audits for finding in audit.at_least("warn")):
-            found.setdefault(Boundary(finding.kind, str(finding.sample), finding.segment), finding)
+            found.setdefault(boundary_of(finding), finding)
         return found
 
     @property
     def samples(self) -> dict[str, AuditedSample]:
         """All samples by name."""
         return {sample.name: sample for batch in self.batches for sample in batch}
+
+
+def boundary_of(finding: Finding) -> Boundary:
+    """What a finding says is unsafe."""
+    return Boundary(finding.kind, str(finding.sample), finding.segment)
 
 
 def _audit(settings: AuditSettings, batch: AuditedBatch) -> Audit:
@@ -79,23 +84,40 @@ def with_new_data(kept: RegressionSet, read: Sequence[AuditedBatch]) -> tuple[tu
     return tuple(batch for batch in batches if batch), missing
 
 
-def newly_unsafe(kept: RegressionSet, now: AuditedBatches) -> list[str]:
-    """A paragraph for each boundary that was safe and is unsafe now: where it is, what is wrong, what changed."""
+def newly_unsafe(kept: RegressionSet, now: AuditedBatches) -> dict[Boundary, Finding]:
+    """What was safe and is unsafe now, with the first finding that says so."""
+    return {boundary: finding for boundary, finding in now.unsafe.items() if boundary not in kept.unsafe}
+
+
+def told_unsafe(kept: RegressionSet, now: AuditedBatches) -> str | None:
+    """What changed, once, and a line for each segment that was safe in some way and is unsafe now; None if none is."""
+    kinds: dict[tuple[str, int | None], list[str]] = {}
+    for kind, sample, segment in newly_unsafe(kept, now):
+        kinds.setdefault((sample, segment), []).append(kind)
+    if not kinds:
+        return None
+    lines = [
+        f"sample {sample}, {_segment(now.samples[sample], segment)}: {', '.join(found)}"
+        for (sample, segment), found in kinds.items()
+    ]
+    head = f"{len(kinds)} segment(s) whose boundaries were safe and are unsafe now:"
+    return "\n  ".join([head, *_causes(kept, now, [sample for sample, _ in kinds]), *lines])
+
+
+def _causes(kept: RegressionSet, now: AuditedBatches, names: Sequence[str]) -> Iterator[str]:
+    """What changed in the settings and in these samples, each said once."""
+    settings = now.settings.changes_from(kept.settings)
+    if settings:
+        yield f"changed: {'; '.join(f'setting {change}' for change in settings)}"
     before = {sample.name: sample for batch in kept.batches for sample in batch}
-    samples, settings = now.samples, now.settings.changes_from(kept.settings)
-    told = []
-    for boundary, finding in now.unsafe.items():
-        if boundary in kept.unsafe:
-            continue
-        own = samples[boundary.sample]
-        changes = [*_data_changes(before[boundary.sample], own), *(f"setting {change}" for change in settings)]
-        if not changes:
-            changes = [
-                "neither this sample nor a setting: other samples of its batch, or the way packs are planned and cut"
-            ]
-        where = f"sample {boundary.sample}, {_segment(own, boundary.segment)}"
-        told.append(f"{where}: {finding.kind}: {finding.text}\n    changed: {'; '.join(changes)}")
-    return told
+    alike = 0
+    for name in dict.fromkeys(names):
+        changes = list(_data_changes(before[name], now.samples[name]))
+        alike += not changes
+        if changes:
+            yield f"changed: sample {name}: {'; '.join(changes)}"
+    if alike and not settings:
+        yield f"changed: for {alike} sample(s) others of their batches, or the way packs are planned and cut"
 
 
 def changed_samples(kept: RegressionSet, now: AuditedBatches) -> list[str]:

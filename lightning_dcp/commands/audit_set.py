@@ -52,12 +52,14 @@ class RegressionSet:
         batches: in the order of the data.
         unsafe: what was unsafe then.
         reading: how they were read: ``batches``, ``batch_size`` and ``seed``.
+        given: names of the settings that were options of the command, and not from a run's configuration.
     """
 
     settings: AuditSettings
     batches: tuple[AuditedBatch, ...]
     unsafe: frozenset[Boundary]
     reading: Mapping[str, int | None]
+    given: tuple[str, ...] = ()
 
     def save(self, path: str) -> None:
         """Write it as JSON, a line a sample, so that a diff of two shows what changed."""
@@ -67,6 +69,7 @@ class RegressionSet:
             "version": VERSION,
             "settings": self.settings.to_json(),
             "reading": dict(self.reading),
+            "given": list(self.given),
             "unsafe": [list(boundary) for boundary in unsafe],
         }
         lines = [",\n".join(f"  {json.dumps(_sample_to_json(sample))}" for sample in batch) for batch in self.batches]
@@ -87,7 +90,9 @@ class RegressionSet:
                 raise DataError(f"{path} is no set of boundaries that `lightning-dcp audit --save` wrote")
             batches = tuple(tuple(_sample_from_json(sample) for sample in batch) for batch in data["batches"])
             unsafe = frozenset(Boundary(*values) for values in data["unsafe"])
-            return cls(AuditSettings.from_json(data["settings"]), batches, unsafe, data["reading"])
+            settings = AuditSettings.from_json(data["settings"])
+            given = tuple(name for name in data.get("given", ()) if hasattr(settings, name))
+            return cls(settings, batches, unsafe, data["reading"], given)
         except (OSError, ValueError, KeyError, TypeError, BatchError) as error:
             raise DataError(f"{path} cannot be read as a set of boundaries: {error!r:.300}") from error
 

@@ -57,7 +57,7 @@ def cause_of(error: BaseException) -> DCPError | None:
 def _normalised(function: Callable[..., Any], args: Sequence[str]) -> list[str]:
     """The same command line as jsonargparse wants it."""
     hints = get_type_hints(function)
-    switches = {name for name, hint in hints.items() if hint is bool}
+    switches = {name for name, hint in hints.items() if hint is bool or set(get_args(hint)) == {bool, NoneType}}
     lists = {name: item for name, hint in hints.items() if (item := _item_type(hint)) is not None}
     words: list[str] = []
     loose: list[str] = []

@@ -80,7 +80,7 @@ class Watchdog:
         if self._stop.is_set():
             return
         if not isinstance(error, PeerFailureError):
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
             self._record(f"rank {self.rank} failed: {type(error).__name__}: {reason[:2000]}")
         self._stop.set()
         if self.rank == 0:

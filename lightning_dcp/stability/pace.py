@@ -130,13 +130,18 @@ def _with_densities(sums: Sequence[float], own: Sequence[float]) -> tuple[float,
     A rank may hold all dense segments, so that nobody else's seconds say what these cost. Then they cost what was declared
     of them: as many times an ordinary token as their density says. The more the others hold, the less this counts.
     """
-    factors = _fit(sums)
-    if len(factors) < KINDS or own[DENSITY * KINDS + DENSITY] == 0:
+    factors, square = _fit(sums), DENSITY * KINDS + DENSITY
+    if len(factors) < KINDS or own[square] == 0:
         return factors
-    weight, drawn = PULL * own[DENSITY * KINDS + DENSITY], list(sums)
-    drawn[DENSITY * KINDS + DENSITY] += weight
-    drawn[KINDS * KINDS + DENSITY] += weight * factors[LINEAR]
-    return _fit(drawn)
+    seen, declared = max(0.0, sums[square]), PULL * own[square]
+    tokens = factors[LINEAR] or _scale(sums)
+    return (*factors[:DENSITY], (seen * factors[DENSITY] + declared * tokens) / (seen + declared))
+
+
+def _scale(sums: Sequence[float]) -> float:
+    """The factor of all ordinary work together, where that of tokens cannot be told apart."""
+    squares = math.fsum(sums[i * KINDS + j] for i, j in product(range(DENSITY), repeat=2))
+    return math.fsum(sums[KINDS * KINDS : KINDS * KINDS + DENSITY]) / squares if squares > 0 else 1.0
 
 
 def _normal_sums(works: Sequence[Work]) -> list[float]:

@@ -53,10 +53,12 @@ class AlarmSettings:
             for name, least in (("link_factor", 1), ("rank_factor", 1))
             if not is_number(getattr(self, name)) or getattr(self, name) <= least
         ]
+        floors = {} if self.link_floor_s is None else {"link_floor_s": self.link_floor_s}
+        floors["rank_floor_s"] = self.rank_floor_s
         problems += [
             Problem(f"{name}={value!r}", "not a finite number of 0 or more", f"give {name} in seconds")
-            for name, value in (("link_floor_s", self.link_floor_s), ("rank_floor_s", self.rank_floor_s))
-            if not (name == "link_floor_s" and value is None) and (not is_number(value) or value < 0)
+            for name, value in floors.items()
+            if not is_number(value) or value < 0
         ]
         if not problems and not self.window < 2 * self.needed <= 2 * self.window:
             found = f"needed={self.needed}: an alarm must need more than half of the window, and at most all of it"

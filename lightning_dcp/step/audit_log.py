@@ -34,7 +34,7 @@ class AuditLog:
         if audit is None:
             return
         for note in audit.notes:
-            key = "batches not replanned" if audit.level == "refuse" else "batches replanned"
+            key = "batches not replanned" if note.startswith("not replanned") else "batches replanned"
             self.plans[key] += 1
             if self.plans[key] <= TOLD:
                 self._say(batch, note, self.plans[key] == TOLD)

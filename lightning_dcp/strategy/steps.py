@@ -180,7 +180,8 @@ class StepHooks(Planning):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As in Lightning; not inside a step."""
         self._refuse_in_step("barrier")
-        super().barrier(*args, **kwargs)
+        with self._naming_failures():
+            super().barrier(*args, **kwargs)
 
     def _refuse_in_step(self, name: str) -> None:
         if self._running_packs and self.world_size > 1:

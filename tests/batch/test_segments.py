@@ -135,10 +135,17 @@ def test_wrong_values_are_refused_in_all_forms(form, values, found):
     assert str(error.value).count("Segment(") == 1
 
 
+def test_ids_that_no_terminal_takes_are_told_with_escapes():
+    with pytest.raises(BatchError, match=r"sample \\ud800 of 3 tokens"):
+        as_segments([Segment(0, 9)], 3, sample="\ud800")
+
+
 def test_everything_wrong_with_one_sample_is_said():
     with pytest.raises(BatchError) as error:
         as_segments([5, (0.5, 2, 3, "x"), Segment(0, 2), Segment(1, 9)], 3)
-    assert [words in str(error.value) for words in ("5 is no", "whole", "a kind", "a density", "begin at 2")] == [True] * 5
+    assert [words in str(error.value) for words in ("5 is no", "whole", "a kind", "a density", "begin at 2")] == [
+        True
+    ] * 5
 
 
 @pytest.mark.parametrize(

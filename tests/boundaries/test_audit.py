@@ -171,3 +171,19 @@ def test_layouts_of_another_plan_are_refused():
         audit(PLAN, ALL, BUDGET, [clean(), clean()])
     with pytest.raises(PlanError, match="for a batch of 2"):
         audit(PLAN, [()], BUDGET)
+
+
+def test_texts_say_which_budget_and_which_part_of_a_segment():
+    length, own = chat(("user", 100, 1.0), ("tool", 900, 3.0), ("user", 100, 1.0))
+    plan = StepPlan(4, 2000, (length,), ((Pack(0, 4, (0,), "contiguous"),),))
+    dense = audit(plan, [own], BoundaryBudget(None, 200))
+    (oversized,) = [f for f in dense.findings if f.kind == "oversized"]
+    assert "is larger than the budget of 200 dense tokens on a rank by itself" in oversized.text
+    held = [f.text for f in dense.at_least("refuse")]
+    assert "segment 1, tokens 100..1000 of density 3, of which tokens 275..550 here" in held[0]
+    (tokens,) = [f for f in audit(plan, [own], BoundaryBudget(800)).findings if f.kind == "oversized"]
+    assert "is larger than the budget of 800 tokens on a rank by itself" in tokens.text
+    alone = StepPlan(4, 2000, (length,), ((Pack(0, 1, (0,), "contiguous"),),))
+    whole = audit(alone, [own], BoundaryBudget(None, 200)).at_least("refuse")[0].text
+    assert "tokens 100..1000 of density 3" in whole
+    assert "of which" not in whole

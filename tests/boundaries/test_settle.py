@@ -93,12 +93,12 @@ def test_only_allowed_sizes_are_used_and_where_no_plan_is_found_the_audit_says_s
     assert settle(plan, lengths, segments, budget, COST).audit.level == "refuse"
     assert {pack.cp_size for pack in other.plan.packs()} <= {1, 2}
     assert other.audit.level != "refuse"
-    same = settle(plan, lengths, segments, BoundaryBudget(None, 20), COST, "replan", sizes=(1, 2))
+    same = settle(plan, lengths, segments, BoundaryBudget(None, 8), COST, "replan", sizes=(1, 2))
     assert same.plan is plan
     assert same.audit.level == "refuse"
     assert "no other plan was found" in same.audit.notes[0]
     with pytest.raises(BoundaryError) as error:
-        settle(plan, lengths, segments, BoundaryBudget(None, 20), COST, "error")
+        settle(plan, lengths, segments, BoundaryBudget(None, 8), COST, "error")
     assert str(error.value).count("refuse: ") == len(same.audit.at_least("refuse"))
 
 

@@ -9,6 +9,7 @@ from lightning_dcp.cli import main
 from lightning_dcp.commands.audit import audit
 from lightning_dcp.commands.audit_set import RegressionSet
 from lightning_dcp.errors import BoundaryError, ConfigurationError, DataError
+from lightning_dcp.schedule.cost_file import load_cost_model
 
 SETTINGS = {"ranks": 4, "max_seqlen_per_dp_cp_rank": 900, "dense_limit": 400}
 
@@ -32,8 +33,9 @@ def test_real_batches_are_audited_and_kept_without_text(tmp_path, capsys):
     now = audit(data(tmp_path), save=str(tmp_path / "set.json"), json=str(out), **SETTINGS)
     assert [audited.level for audited in now.audits] == ["ok", "ok"]
     printed = capsys.readouterr().out
-    assert "2 batch(es) of 8 samples" in printed
-    assert "0 finding(s) of level warn or refuse: ok" in printed
+    assert "2 batches of 8 samples" in printed
+    assert "0 warn, 0 refuse: ok" in printed
+    assert printed.endswith(f"wrote {tmp_path / 'set.json'} (2 batches, 8 samples)\n")
     kept = RegressionSet.load(str(tmp_path / "set.json"))
     assert kept.batches == now.batches
     assert kept.settings == now.settings
@@ -117,6 +119,92 @@ def test_batches_of_another_size_are_drawn_again_alike(tmp_path):
     now = audit(data(tmp_path), save=str(path), batch_size=3, batches=2, seed=4, **SETTINGS)
     assert [len(batch) for batch in now.batches] == [3, 3]
     assert audit(data(tmp_path), check=str(path)).batches == now.batches
+
+
+def run_file(tmp_path, devices=4, strategy=None, **arguments):
+    """A run's whole configuration."""
+    budget = {"max_tokens": 800, "dense_limit": arguments.pop("dense_limit", 400), "tolerance": 0.2}
+    own = {"max_seqlen_per_dp_cp_rank": 900, "layout": "budgeted", "boundary_budget": budget, "on_violation": "replan"}
+    own |= {"cost_model": "cpu", "max_context_parallel_size": 2} | arguments
+    described = strategy or {"class_path": "lightning_dcp.DCPStrategy", "init_args": own}
+    data = {"class_path": "tests.commands.modules.SegmentedModule", "init_args": {}}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"devices": devices, "strategy": described}, "data": data}))
+    return str(path)
+
+
+def test_settings_come_from_a_whole_configuration_and_options_win(tmp_path, capsys):
+    settings = audit(run_file(tmp_path)).settings
+    assert (settings.ranks, settings.max_seqlen_per_dp_cp_rank, settings.max_tokens) == (4, 900, 800)
+    assert (settings.dense_limit, settings.tolerance, settings.layout, settings.replan) == (400, 0.2, "budgeted", True)
+    assert (settings.max_context_parallel_size, settings.context_parallel_size) == (2, None)
+    assert settings.cost == load_cost_model("cpu")
+    printed = capsys.readouterr().out
+    assert f"settings from {tmp_path / 'run.yaml'}: ranks 4," in printed
+    assert "dense_limit 400" in printed
+    settings = audit(run_file(tmp_path), dense_limit=300, replan=False, layout="zigzag", cost_model="h100").settings
+    assert (settings.dense_limit, settings.replan, settings.layout, settings.ranks) == (300, False, "zigzag", 4)
+    assert settings.cost == load_cost_model("h100")
+    assert "dense_limit" not in capsys.readouterr().out
+
+
+def test_the_plane_and_the_scheduler_are_those_of_the_run(tmp_path, capsys):
+    static = {"dynamic_context_parallel": False, "context_parallel_size": 2, "max_context_parallel_size": None}
+    settings = audit(run_file(tmp_path, [0, 1, 2, 3], tensor_model_parallel_size=2, **static)).settings
+    assert (settings.ranks, settings.context_parallel_size, settings.sizes) == (2, 2, (2,))
+    speeds = audit(run_file(tmp_path, "auto", rank_speeds=[1.0, 0.5]), ranks=2)
+    assert speeds.settings.ranks == 2
+    assert "not taken: rank_speeds, ranks, as devices are 'auto' (--ranks)" in capsys.readouterr().out
+    assert audit(run_file(tmp_path, 2, strategy="dcp")).settings.layout == "zigzag"
+    assert audit(run_file(tmp_path, 2, strategy="ddp"), **SETTINGS).settings.layout == "budgeted"
+    with pytest.raises(ConfigurationError, match="no_such_argument"):
+        audit(run_file(tmp_path, no_such_argument=1))
+
+
+def test_a_check_follows_the_configuration_but_not_against_options_of_the_save(tmp_path):
+    path = str(tmp_path / "set.json")
+    audit(run_file(tmp_path), save=path)
+    audit(run_file(tmp_path), check=path)
+    with pytest.raises(BoundaryError, match="setting dense_limit: 400 -> 100"):
+        audit(run_file(tmp_path, dense_limit=100), check=path)
+    audit(run_file(tmp_path), save=path, dense_limit=350)
+    assert RegressionSet.load(path).given == ("dense_limit",)
+    assert audit(run_file(tmp_path, dense_limit=100), check=path).settings.dense_limit == 350
+
+
+def test_a_check_shows_what_is_new_alone_with_its_cause_once(tmp_path, capsys):
+    path = saved(tmp_path, dense_limit=200)
+    capsys.readouterr()
+    audit(check=path)
+    printed = capsys.readouterr().out
+    assert "New since the set was made" not in printed
+    assert "oversized" not in printed
+    assert "new: 0 warn, 0 refuse; as in the set: " in printed
+    with pytest.raises(BoundaryError) as error:
+        audit(check=path, dense_limit=100)
+    printed = capsys.readouterr().out
+    assert printed.count("dense_limit: 200 -> 100") == str(error.value).count("dense_limit: 200 -> 100") == 1
+    lines = str(error.value).splitlines()[2:]
+    assert str(error.value).startswith(f"{len(lines)} segment(s) whose boundaries were safe")
+    assert len({line.split(" (")[0] for line in lines}) == len(lines)
+    table = printed.partition("New since")[2].partition("└")[0]
+    assert "sample 102, segment 1" in table
+    assert "sample 103, segment 1, tokens 60..310 of density 3 is larger" not in table  # as in the set
+
+
+def test_how_many_batches_there_are_is_told(tmp_path, capsys):
+    audit(data(tmp_path), batches=1, **SETTINGS)
+    assert "1 of about 2 batches of 4 samples" in capsys.readouterr().out
+    audit(data(tmp_path), batches=1, batch_size=2, **SETTINGS)
+    assert "1 of about 4 batches of 2 samples" in capsys.readouterr().out
+
+
+def test_a_switch_can_be_given_with_and_without_a_value(tmp_path, capsys):
+    for words, wanted in ((["--replan"], True), (["--replan", "false"], False), ([], True)):
+        out = tmp_path / "out.json"
+        main(["audit", "--data", run_file(tmp_path), "--json", str(out), *words])
+        assert json.loads(out.read_text())["settings"]["replan"] is wanted
+    capsys.readouterr()
 
 
 def test_the_command_fails_with_status_1(tmp_path, capsys):

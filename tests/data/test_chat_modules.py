@@ -13,6 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_dcp.batch.view import view
 from lightning_dcp.commands.data_module import batches_of, build_data_module
 from lightning_dcp.data import ChatByteTokenizer, ChatDataModule, ChatDocument, MadeUpChatDataModule, made_up_chat
+from lightning_dcp.data.chat.densities import densities_of
 from lightning_dcp.data.chat.made_up import made_up_line
 from lightning_dcp.data.chat.messages import read_chat
 from lightning_dcp.errors import ConfigurationError, DataError
@@ -194,6 +195,13 @@ def test_all_argument_problems_at_once(tmp_path):
 
 
 # ------------------------------------------------------------------ made-up chats
+
+
+@pytest.mark.parametrize("text", ["tool: 1" + "0" * 400, "tool: 1" + "0" * 5000, "tool: .inf", "[" * 100_000, "\0"])
+def test_files_of_what_is_no_density_are_refused(tmp_path, text):
+    (tmp_path / "densities.yaml").write_text(text)
+    with pytest.raises(ConfigurationError, match="densit"):
+        densities_of(str(tmp_path / "densities.yaml"))
 
 
 def test_made_up_chats_are_the_same_everywhere():

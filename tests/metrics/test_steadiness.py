@@ -45,6 +45,14 @@ def test_effective_throughput() -> None:
     assert values(metric) == pytest.approx({"tokens_per_second": 50.0, "steadiness": 10 / 12}, rel=1e-12)
 
 
+def test_steadiness_is_one_at_most() -> None:
+    """One step of ten far quicker than the others: the mean is below the median."""
+    metric = EffectiveThroughput()
+    for seconds in [1.0] * 9 + [0.1]:
+        metric.update(60, seconds)
+    assert values(metric)["steadiness"] == 1.0
+
+
 def test_throughput_over_the_window() -> None:
     metric = EffectiveThroughput(window=2)
     for tokens, seconds in [(1000, 9.0), (10, 1.0), (20, 2.0)]:

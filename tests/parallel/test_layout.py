@@ -134,7 +134,7 @@ def test_validate_names_what_is_wrong(fault: str) -> None:
 
 
 def test_an_unknown_layout_is_refused_with_those_there_are() -> None:
-    with pytest.raises(PlanError, match=r"unknown layout 'diagonal'; there are \['contiguous', 'zigzag'\]"):
+    with pytest.raises(PlanError, match=r"unknown layout 'diagonal'; there are \['budgeted', 'contiguous', 'zigzag'\]"):
         build_layout("diagonal", [8], 2)
 
 

@@ -11,12 +11,13 @@ from lightning_dcp.errors import DataError
 from lightning_dcp.report.panel import panel_of
 from lightning_dcp.report.panel.comparison import histogram
 from lightning_dcp.report.panel.draw.axes import Scale, apart, ticks
+from lightning_dcp.report.panel.draw.tags import DOT, polyline
 from lightning_dcp.report.panel.events import MOST_ROWS, event_log
 from lightning_dcp.report.panel.facts import facts, run_names, words
 from lightning_dcp.report.panel.measured import measure, shown_ranks
 from lightning_dcp.report.panel.series import step_series
 from lightning_dcp.report.panel.shards import MOST_POINTS, shard_budgets
-from lightning_dcp.report.panel.texts import main_cause
+from lightning_dcp.report.panel.texts import comparison_rows, main_cause, numbers
 from lightning_dcp.report.panel.timeline import Stretch, coarse, timelines
 from lightning_dcp.stability.record import Event, Interval, LinkTime, PackTime, RankTime, StepRecord
 from lightning_dcp.stability.run_folder import Run
@@ -56,6 +57,23 @@ def test_the_summary_is_that_of_the_definitions():
     assert summary.wait_share == pytest.approx(10 * 0.2 / 22)
     assert summary.memory_bytes == 2000
     assert summary.verdict.startswith("Not steady: over 10 steps the p99 step took 1.91x the p50")
+
+
+def test_the_verdict_does_not_contradict_itself():
+    """Half of the steps far quicker than the median, one far slower: the throughput is above that of median steps."""
+    times = [0.2] * 20 + [1.0] * 25 + [3.0] * 2
+    summary = panel_of(run_of(step(n, s) for n, s in enumerate(times))).summary
+    assert summary.steadiness == 1.0
+    assert summary.verdict.startswith("Not steady: ")
+    assert "though quicker steps made up for what the slow ones cost in throughput, no alarms." in summary.verdict
+    assert "%" not in summary.verdict
+
+
+def test_of_few_steps_no_steadiness_is_told():
+    panel = panel_of(run_of(step(n) for n in range(9)))
+    assert panel.summary.steadiness is None
+    assert "throughput" not in panel.summary.verdict
+    assert ("steadiness", "-") in numbers(panel.summary)
 
 
 @pytest.mark.parametrize(("slow", "word"), [(1.05, "Steady"), (1.2, "Fairly steady"), (1.5, "Not steady")])
@@ -162,6 +180,61 @@ def test_a_planted_cause_is_named(cause):
         assert main_cause([reason]) == "One step was slow, mostly because of slow transfers over link 1->0."
 
 
+def begun(*starts, cp_size=2):
+    """A pack on each rank, begun then."""
+    return tuple(pack(rank, start, 2.0, cp_size=cp_size) for rank, start in enumerate(starts))
+
+
+def test_the_rank_that_began_late_is_named_and_not_its_victim():
+    steps = [step(n, packs=begun(0.0, 0.01)) for n in range(40)]
+    steps[17] = step(17, 2.0, wait=(1.0, 0.2), packs=begun(0.0, 1.01))
+    panel = panel_of(run_of(steps))
+    (reason,) = panel.reasons
+    assert (reason.rank, reason.cause, reason.late_rank) == (0, "start", 1)
+    assert reason.text == "Late start: rank 1 began its packs 1.01 s after the first; rank 0 waited for it."
+    assert reason.parts["start"] == pytest.approx(1.0)
+    assert sum(reason.parts.values()) == pytest.approx(1.0)
+    assert main_cause(panel.reasons) == "One step was slow, mostly because of ranks that began late (rank 1)."
+    assert panel.hot.samples == ()  # no sample made the rank begin late
+
+
+def test_a_critical_rank_that_itself_began_late_is_named():
+    steps = [step(n, packs=begun(0.0, 0.0, cp_size=1)) for n in range(40)]
+    steps[17] = step(17, 2.0, packs=begun(1.0, 0.0, cp_size=1))
+    (reason,) = panel_of(run_of(steps)).reasons
+    assert (reason.rank, reason.cause, reason.late_rank) == (0, "start", 0)
+    assert reason.text == "Late start: rank 0 began its packs 1.00 s after the first."
+
+
+def test_a_late_start_that_is_usual_explains_nothing():
+    steps = [step(n, packs=begun(0.0, 0.5)) for n in range(40)]
+    steps[17] = step(17, 2.0, busy=(1.8, 0.6), packs=begun(0.0, 0.5))
+    panel = panel_of(run_of(steps))
+    assert panel.reasons[0].cause == "compute"
+    assert panel.hot.samples[0].excess_s == pytest.approx(1.0)
+
+
+def test_the_late_sender_is_named():
+    steps = [step(n) for n in range(40)]
+    both = (*begun(0.0, 0.0, cp_size=1), pack(0, 0.4, 2.0, number=1), pack(1, 1.4, 2.0, number=1))
+    steps[17] = step(17, 2.0, wait=(1.0, 0.2), packs=both)
+    steps[18] = step(18, 1.9, wait=(0.9, 0.2))
+    came, least = panel_of(run_of(steps)).reasons
+    assert (came.cause, came.late_rank, least.late_rank) == ("wait", 1, 1)
+    assert came.text.endswith("longer than usual for rank 1, which came to pack 1 1.00 s after it.")
+    assert least.text.endswith("most likely for rank 1: it sent late and waited least itself (200 ms).")
+
+
+def test_the_headline_names_all_causes():
+    steps = [step(n) for n in range(40)]
+    for n, cause in ((3, "work"), (9, "work"), (17, "transfer"), (25, "compute")):
+        steps[n] = step(n, 2.0, **SLOW[cause])
+    assert main_cause(panel_of(run_of(steps)).reasons) == (
+        "Of the 4 slowest steps, 2 were slow mostly because of more work in the batch, "
+        "1 because of slow transfers over link 1->0, 1 because of slow computing on rank 0."
+    )
+
+
 def test_a_rank_without_a_core_is_told():
     steps = [step(n) for n in range(40)]
     slow = step(17, 2.0, busy=(1.8, 0.6))
@@ -198,6 +271,7 @@ def test_the_median_step_and_the_slowest_are_chosen_among_those_kept():
     chosen = timelines(steps, 1.1)
     assert [t.step for t in chosen] == [4, 2, 3, 1]
     assert [t.role for t in chosen][:2] == ["near the median", "slowest"]
+    assert timelines(steps, 0.8)[0].role == "the one kept that is nearest to the median"
     assert chosen[0].cp_sizes == (1, 2)
     first, second = chosen[0].rows
     assert first.stretches == (Stretch("compute", 2, 0.0, 0.6), Stretch("wait", 0, 0.6, 1.0))
@@ -330,6 +404,16 @@ def test_of_very_many_events_the_costly_ones_stay_in_order():
     assert [event.step for event in log.events] == sorted(event.step for event in log.events)
 
 
+def first_again():
+    return run_of((step(n, 1.0) for n in range(100)), "runs/a")
+
+
+def test_a_loggers_version_gets_the_folder_above():
+    assert panel_of(run_of([step(0)], "runs/chat/version_0/stability")).summary.name == "chat/version_0"
+    assert panel_of(run_of([step(0)], "/version_3")).summary.name == "version_3"
+    assert panel_of(run_of([step(0)], "runs/chat")).summary.name == "chat"
+
+
 def test_the_comparison_is_first_over_second():
     first = run_of((step(n, 1.0) for n in range(100)), "runs/a", dynamic_context_parallel=True)
     second = run_of((step(n, 2.0 + (n == 50)) for n in range(100)), "runs/b", dynamic_context_parallel=False)
@@ -337,6 +421,12 @@ def test_the_comparison_is_first_over_second():
     assert comparison.verdict.startswith(
         "a (dynamic) trains at 2.01x the tokens a second of b (static), with a p99/p50 of 1.00"
     )
+    assert comparison.warning == ""
+    better = {row[0]: row[4] for row in comparison_rows(comparison)}
+    assert (better["steps"], better["p99 / p50"], better["steadiness"]) == ("", "lower", "higher")
+    assert all(better[name] for name in better.keys() - {"steps", "ranks"})
+    shorter = run_of((step(n) for n in range(60)), "runs/c")
+    assert "unequal length: 100 and 60 steps" in panel_of(first_again(), shorter).comparison.warning
     for shares in comparison.histogram.shares:
         assert math.fsum(shares) == pytest.approx(1.0)
 
@@ -354,7 +444,7 @@ def test_the_last_bin_of_the_histogram_holds_the_tail():
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [
-        ("logs/a/version_0/stability", "logs/a/version_1/stability", ("version_0", "version_1")),
+        ("logs/a/version_0/stability", "logs/a/version_1/stability", ("a/version_0", "a/version_1")),
         ("logs/a/version_0/stability", "logs/b/version_0", ("a/version_0", "b/version_0")),
         ("logs/a", "logs/a", None),
     ],
@@ -393,6 +483,12 @@ def test_facts_are_words():
 )
 def test_ticks_are_round(low, high, about, found):
     assert ticks(low, high, about) == pytest.approx(found)
+
+
+def test_a_point_alone_is_a_dot():
+    drawn = str(polyline([(1.0, 2.0), None, (5.0, 6.0), (7.0, 8.0), None, (9.0, 9.0)], "series"))
+    assert drawn.count(DOT) == 2
+    assert f"M1.0 2.0{DOT}M5.0 6.0L7.0 8.0M9.0 9.0{DOT}" in drawn
 
 
 def test_scales_are_linear():

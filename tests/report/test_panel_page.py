@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_dcp.cli import main
-from lightning_dcp.report.panel import panel_of, render
+from lightning_dcp.report.panel import panel_of, render, write_panel
 from lightning_dcp.stability.run_folder import FOLDER, Run, RunFolder
 from tests.report.panel_runs import HOSTILE, MadeUp, hostile, tiny
 
@@ -74,6 +74,32 @@ def test_every_figure_is_described(page):
     assert all(attrs["aria-hidden"] == "true" for attrs in others)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "p50 of the last 50 steps",
+        "predicted by the plan, scaled",
+        "wait for others",
+        "In the worst 5 % of steps",
+        "That alone is no alarm",
+        "lower is better",
+        "higher is better",
+        "the data had already arrived when the receiver came for it",
+        "all-to-all and all-gather go between all ranks of a pack and have none",
+        "The runs are of unequal length: 120 and 50 steps.",
+    ],
+)
+def test_what_might_be_misread_is_explained(page, words):
+    assert words in "".join(page.text)
+    assert "times 1." not in "".join(page.text)  # the factor of the prediction
+
+
+def test_the_cause_of_a_slow_step_is_its_second_column(page):
+    html = render(panel_of(MadeUp(steps=60).run()))
+    head = html.split("The slowest steps</caption>")[1].split("</tr>")[0]
+    assert re.findall(r">([^<]+)</th>", head)[:2] == ["step", "mostly because of"]
+
+
 @pytest.mark.parametrize("made", [tiny, hostile, MadeUp(steps=40, slow_link=None).run])
 def test_the_file_loads_and_runs_nothing(made):
     html = render(panel_of(made()))
@@ -85,6 +111,18 @@ def test_the_file_loads_and_runs_nothing(made):
         assert attrs.get("href", "#").startswith("#")
         assert not attrs.keys() & {"src", "srcset", "action", "style"}
     assert "url(" not in html.replace("url(#wait)", "").replace("url(#transfer)", "")
+
+
+def test_text_and_folders_that_no_file_can_hold_are_shown_with_escapes(tmp_path, capsys):
+    made = MadeUp(steps=60, ranks=4, slow_steps=(20, 30), heavy_steps=(7,), ids=("\ud800", "\udc80"))
+    made.kinds = ("\udfff", "user", "tool", "system")
+    record(tmp_path / "run", made.run())
+    main(["report", str(tmp_path / "run"), f"--output={tmp_path / 'panel.html'}"])
+    text = (tmp_path / "panel.html").read_text(encoding="utf-8")
+    assert "\\ud800" in text and "\\udfff" in text
+    run = made.run()
+    write_panel(tmp_path / "other.html", panel_of(Run(tmp_path / "\udcff", run.meta, run.steps), None))
+    assert "\\udcff" in (tmp_path / "other.html").read_text(encoding="utf-8")
 
 
 def test_hostile_text_stays_text():

@@ -47,7 +47,7 @@ def busy_seconds(layout: PackLayout, segments: SampleSegments, dense_cost: float
     ]
 
 
-def events(name: str, dense_cost: float, slow: Mapping[int, float], noise: float = 0.05) -> list[Event]:
+def events(name: str, dense_cost: float, slow: Mapping[int, float]) -> list[Event]:
     governor, told, given = Governor(AlarmSettings(), RingOrders.by_rank(4)), list[Event](), samples()
     draw = random.Random(1)
     for step in range(STEPS):
@@ -57,7 +57,7 @@ def events(name: str, dense_cost: float, slow: Mapping[int, float], noise: float
         sound = busy_seconds(layouts[0], segments, dense_cost)
         parts = work_parts(plan, layouts if name in ("budgeted", "greedy") else (), [segments])
         ranks = tuple(
-            RankTime(r, s * slow.get(r, 1.0) * draw.uniform(1, 1 + noise), 0.0, 0.0, math.fsum(parts[r]), 0, parts[r])
+            RankTime(r, s * slow.get(r, 1.0) * draw.uniform(1, 1.05), 0.0, 0.0, math.fsum(parts[r]), 0, parts[r])
             for r, s in enumerate(sound)
         )
         told += governor.decide(StepRecord(step, max(sound), length, None, ranks, ())).events
@@ -66,15 +66,18 @@ def events(name: str, dense_cost: float, slow: Mapping[int, float], noise: float
 
 @pytest.mark.parametrize(
     ("name", "dense_cost"),
-    [("zigzag", 1.0), ("contiguous", 0.0), ("contiguous", 1.0), ("budgeted", 0.0), ("budgeted", 1.0)],
+    [
+        ("zigzag", 1.0),
+        ("greedy", 0.0),
+        ("greedy", 1.0),
+        ("contiguous", 0.0),
+        ("contiguous", 1.0),
+        ("budgeted", 0.0),
+        ("budgeted", 1.0),
+    ],
 )
 def test_sound_ranks_raise_no_alarm(name: str, dense_cost: float) -> None:
     assert events(name, dense_cost, {}) == []
-
-
-def test_a_layout_that_leaves_ranks_almost_idle_raises_no_alarm() -> None:
-    """Without noise: what two or three ranks do says little of linear work and attention apart."""
-    assert events("greedy", 0.0, {}, noise=0.0) == []
 
 
 @pytest.mark.parametrize(

@@ -104,3 +104,30 @@ def test_what_dense_tokens_cost_is_learnt_from_others_that_hold_some() -> None:
         }
         for own in paces(works, range(4)).values():
             assert median(p.ratio for p in own) == pytest.approx(1.0, abs=0.1)
+
+
+def test_dense_tokens_count_also_where_tokens_and_attention_always_go_together() -> None:
+    works = {
+        rank: [
+            Work(s, 3 * (0.01 * (s + 1) + extra), (0.0, 0.004 * (s + 1), 0.006 * (s + 1), extra))
+            for s in range(9)
+            for extra in [0.05 * (rank == 1)]
+        ]
+        for rank in range(4)
+    }
+    assert median(p.ratio for p in paces(works, [1])[1]) < 1.25
+
+
+def test_a_slow_rank_makes_no_other_look_slow() -> None:
+    """As with contiguous chunks: the slow rank has most of the attention always."""
+    works = {
+        rank: [
+            Work(s, (1.8 if rank == 3 else 1.0) * (linear + attention), (0.0, linear, attention, 0.0))
+            for s in range(9)
+            for linear, attention in [(0.1 * (5 + s), 0.002 * (5 + s) ** 2 * (2 * rank + 1))]
+        ]
+        for rank in range(4)
+    }
+    found = {rank: median(p.ratio for p in own) for rank, own in paces(works, range(4)).items()}
+    assert found[3] == pytest.approx(1.8)
+    assert max(found[rank] for rank in range(3)) < 1.05

@@ -12,6 +12,8 @@ from lightning_dcp.report.panel.measured import Array, shown_ranks
 from lightning_dcp.stability.record import IntervalKind, PackTime, StepRecord
 
 SLOW_STEPS = 3
+NEAR = 0.15
+"""Seconds off the median, over the median, up to which a step is near it."""
 MOST_RANKS = 32
 MOST_STRETCHES = 450
 """Of one rank in one step: more of them are put into so many bins."""
@@ -84,7 +86,8 @@ def _chosen(records: Sequence[StepRecord], median_s: float, slow_steps: int) -> 
     if not kept:
         return
     middle = min(kept, key=lambda record: (abs(record.seconds - median_s), record.step))
-    yield middle, "near the median"
+    near = abs(middle.seconds - median_s) <= NEAR * median_s
+    yield middle, "near the median" if near else "the one kept that is nearest to the median"
     slower = [record for record in kept if record is not middle and record.seconds > median_s]
     for place, record in enumerate(sorted(slower, key=lambda record: (-record.seconds, record.step))[:slow_steps], 1):
         yield record, "slowest" if place == 1 else f"number {place} of the slowest"
