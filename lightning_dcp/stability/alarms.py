@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Alarms:
         self._links: dict[Link, deque[Sight]] = {}
         self._typical: dict[Link, deque[float]] = {}
         self._middles: dict[Link, float] = {}
+        self._ordered: list[float] = []
         self._works: dict[int, deque[Work]] = {}
 
     def update(self, record: StepRecord, held: Collection[Link] = ()) -> tuple[Event, ...]:
@@ -95,6 +97,7 @@ class Alarms:
             self._links.pop((subject[0], subject[1]), None)
             self._typical.pop((subject[0], subject[1]), None)
             self._middles.pop((subject[0], subject[1]), None)
+            self._ordered = sorted(self._middles.values())
         return _event(step, "cleared", alarm, text)
 
     def is_slow(self, link: LinkTime) -> bool:
@@ -115,6 +118,7 @@ class Alarms:
             typical = self._typical.setdefault((link.source, link.target), deque(maxlen=window))
             typical.append(link.typical_s)
             self._middles[link.source, link.target] = sorted(typical)[len(typical) // 2]
+        self._ordered = sorted(self._middles.values())
         for link in record.links:
             key = link.source, link.target
             if key in held:
@@ -130,9 +134,12 @@ class Alarms:
 
         When a machine is short of breath, all links are slow at once, and none is to blame.
         """
-        own = link.source, link.target
-        typical = sorted(middle for key, middle in self._middles.items() if key != own)
-        return typical[(len(typical) - 1) // 4] if len(typical) >= 3 else 0.0
+        every, own = self._ordered, self._middles.get((link.source, link.target))
+        count = len(every) - (own is not None)
+        if count < 3:
+            return 0.0
+        at = (count - 1) // 4
+        return every[at + (own is not None and at >= bisect_left(every, own))]
 
     # ---------------------------------------------------------------------- ranks
 

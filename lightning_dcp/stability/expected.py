@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dcp.parallel.context import layout_of
 from lightning_dcp.parallel.held import extra_tokens, held_segments
@@ -96,23 +99,27 @@ class HopExpectation:
 
     def __init__(self, table: LinkTable | None, window: int) -> None:
         self._table = table
-        self._seen: deque[list[tuple[tuple[int, int], int, float]]] = deque(maxlen=window)
+        self._seen: deque[NDArray[np.float64]] = deque(maxlen=window)
+        self._by_size: dict[int, NDArray[np.float64]] = {}
 
     def see(self, links: Sequence[LinkSummary]) -> None:
         """Take in the hops of one step."""
-        self._seen.append([((k.source, k.target), _size_class(k.num_bytes / k.hops), k.fastest_s) for k in links])
+        if self._table is not None:
+            return
+        rows = [(_size_class(k.num_bytes / k.hops), k.source, k.target, k.fastest_s) for k in links]
+        self._seen.append(np.array(rows, dtype=np.float64).reshape(-1, 4))
+        every = np.concatenate(self._seen)
+        self._by_size = {int(size): every[every[:, 0] == size, 1:] for size in np.unique(every[:, 0])}
 
     def seconds(self, source: int, target: int, num_bytes: float) -> float:
         """Seconds of a hop of so many bytes; 0.0 if nothing is known."""
         if self._table is not None:
             return self._table.seconds(source, target, num_bytes)
-        of_size: dict[int, list[float]] = defaultdict(list)
-        for step in self._seen:
-            for link, size, seconds in step:
-                if link != (source, target):
-                    of_size[size].append(seconds)
-        # one step of one other link is not much to go by, but better than nothing
-        found = [_quartile(seen) * max(1.0, num_bytes / (1 << size)) for size, seen in of_size.items()]
+        found = []
+        for size, seen in self._by_size.items():
+            others = seen[(seen[:, 0] != source) | (seen[:, 1] != target), 2]
+            if len(others):  # one step of one other link is not much to go by, but better than nothing
+                found.append(_quartile(others) * max(1.0, num_bytes / (1 << size)))
         return min(found, default=0.0)
 
 
@@ -121,5 +128,6 @@ def _size_class(num_bytes: float) -> int:
     return max(1, int(num_bytes)).bit_length() - 1
 
 
-def _quartile(values: list[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 4]
+def _quartile(values: NDArray[np.float64]) -> float:
+    at = (len(values) - 1) // 4
+    return float(np.partition(values, at)[at])
