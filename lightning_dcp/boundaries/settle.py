@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,9 +15,11 @@ from lightning_dcp.boundaries.replan import Replanning, impossible, replanned
 from lightning_dcp.errors import BoundaryError, PlanError
 from lightning_dcp.parallel.layout import PackLayout
 from lightning_dcp.schedule.cost import CostModel
-from lightning_dcp.schedule.plan import StepPlan
+from lightning_dcp.schedule.plan import Pack, StepPlan
 
 OnViolation = Literal["warn", "replan", "error"]
+Ring = Callable[[Pack], Sequence[int]]
+"""The places of a pack's group in ring order."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def settle(
     microbatch_multiple: int = 1,
     speeds: Sequence[float] | None = None,
     preferred: Preferred | None = None,
+    ring: Ring | None = None,
 ) -> Settled:
     """Lay out the packs of a plan, audit them, and do what was asked where a shard is over its budget.
 
@@ -67,6 +70,7 @@ def settle(
         microbatch_multiple: of the number of micro-batches of another plan, in lock-step.
         speeds: of the plane's ranks, for another plan; None: all are alike.
         preferred: where the densest shards of a pack go.
+        ring: the places of a pack's group in ring order, for how far dense keys travel; None: the order of the ranks.
 
     Raises:
         BoundaryError: with ``error``, a shard over a budget.
@@ -76,7 +80,7 @@ def settle(
         raise PlanError(f"on_violation={on_violation!r} is unknown: use 'warn', 'replan' or 'error'")
     if tuple(lengths) != plan.lengths:
         raise PlanError(f"a plan for samples of {plan.lengths} tokens, and a batch of {tuple(lengths)}")
-    first = _laid_out(plan, segments, budget, cost, sample_ids, preferred)
+    first = _laid_out(plan, segments, budget, cost, sample_ids, preferred, ring)
     found = first.audit
     if found is None or found.level != "refuse" or on_violation == "warn":
         return first
@@ -85,7 +89,7 @@ def settle(
     options = Replanning(segments, budget, cost, sizes, microbatch_multiple, speeds)
     hopeless = impossible(plan, options)
     other = replanned(plan, options, hopeless)
-    second = None if other is None else _laid_out(other.plan, segments, budget, cost, sample_ids, preferred)
+    second = None if other is None else _laid_out(other.plan, segments, budget, cost, sample_ids, preferred, ring)
     was = _over(first)
     broken = f"{len(was)} of {len(list(plan.packs()))} pack(s) had shards over their budgets"
     if other is None or second is None or second.audit is None or any(hopeless.isdisjoint(p) for p in _over(second)):
@@ -118,9 +122,11 @@ def _laid_out(
     cost: CostModel | None,
     sample_ids: Sequence[Any] | None,
     preferred: Preferred | None,
+    ring: Ring | None,
 ) -> Settled:
     layouts = pack_layouts(plan, segments, budget, cost, preferred=preferred)
-    found = audit(plan, segments, budget, layouts, cost=cost, sample_ids=sample_ids)
+    rings = None if ring is None else [ring(pack) for pack in plan.packs()]
+    found = audit(plan, segments, budget, layouts, cost=cost, sample_ids=sample_ids, rings=rings)
     told = tuple(
         layout if pack.layout in FROM_SEGMENTS else None for pack, layout in zip(plan.packs(), layouts, strict=True)
     )

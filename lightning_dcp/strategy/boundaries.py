@@ -86,7 +86,12 @@ class PlanSettler:
             microbatch_multiple=self.choice.microbatch_multiple,
             speeds=self.choice.rank_speeds,
             preferred=None if self.orders.is_by_rank else self._preferred,
+            ring=None if self.orders.is_by_rank else self._ring,
         )
+
+    def _ring(self, pack: Pack) -> tuple[int, ...]:
+        """The places of a pack's group in ring order."""
+        return self.orders.for_group(pack.first_rank, pack.cp_size)
 
     def _preferred(self, pack: Pack) -> tuple[int, ...]:
         """Places of a pack's group; first those whose keys do not travel over its slowest hop."""

@@ -8,6 +8,7 @@ from lightning_dcp.boundaries.budget import BoundaryBudget
 from lightning_dcp.boundaries.settle import settle
 from lightning_dcp.errors import BoundaryError, PlanError
 from lightning_dcp.schedule import Alignment, DynamicScheduler, Pack, StaticScheduler, StepPlan, simulate
+from lightning_dcp.segments import Segment
 from tests.boundaries.support import COST, chat, loads_of
 
 LIMIT = 2048
@@ -154,3 +155,16 @@ def test_bad_arguments_are_refused():
         settle(plan, lengths, segments, BoundaryBudget(), COST, "stop")
     with pytest.raises(PlanError, match="a plan for samples"):
         settle(plan, lengths[:-1], segments, BoundaryBudget(), COST)
+
+
+def test_dense_keys_travel_as_far_as_the_ring_says():
+    """Of contiguous shards the last rank alone needs the keys of the one before it."""
+    lengths, segments = (64,), ((Segment(32, 48, "tool", 2.0),),)
+    plan = StepPlan(4, 64, lengths, ((Pack(0, 4, (0,), "contiguous"),),))
+
+    def distance(ring):
+        found = settle(plan, lengths, segments, BoundaryBudget(), ring=ring).audit
+        return [finding.value for finding in found.findings if finding.kind == "distance"]
+
+    assert distance(None) == distance(lambda pack: (0, 1, 2, 3)) == [16]
+    assert distance(lambda pack: (0, 3, 2, 1)) == [3 * 16]
