@@ -11,14 +11,11 @@ from typing import Any
 from lightning_dcp.boundaries.budget import BoundaryBudget
 from lightning_dcp.boundaries.findings import Audit, Finding, Kind, Level
 from lightning_dcp.boundaries.layouts import pack_layouts, pack_segments
-from lightning_dcp.boundaries.pieces import PackSegments, Piece, ShardLoad, Work, pieces_of, shard_loads
+from lightning_dcp.boundaries.pieces import ROUNDING, PackSegments, Piece, ShardLoad, Work, pieces_of, shard_loads
 from lightning_dcp.errors import PlanError
 from lightning_dcp.parallel.layout import PackLayout, zigzag
 from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.plan import Pack, StepPlan
-
-ROUNDING = 1e-9
-"""Part by which sums of the same work in another order may differ."""
 
 
 def audit(

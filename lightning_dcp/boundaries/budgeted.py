@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 from lightning_dcp.boundaries.budget import BoundaryBudget
 from lightning_dcp.boundaries.fill import fill
-from lightning_dcp.boundaries.pieces import PackSegments, Piece, ShardLoad, Work, pieces_of, shard_loads
+from lightning_dcp.boundaries.pieces import ROUNDING, PackSegments, Piece, ShardLoad, Work, pieces_of, shard_loads
 from lightning_dcp.boundaries.place import Cluster, clusters_of, place
 from lightning_dcp.boundaries.shards import Limits, Shards
 from lightning_dcp.errors import PlanError
@@ -20,8 +20,6 @@ CLUSTERS = (0.5, 0.25, 0.0)
 """How much of a shard neighbouring dense segments may make up together, one try after the other."""
 GRAIN = 20
 """Ways whose heaviest shards differ by less than one part in so many are told apart by their chunks."""
-ROUNDING = 1e-9
-"""Part by which sums of the same work in another order may differ."""
 
 
 @dataclass(frozen=True)

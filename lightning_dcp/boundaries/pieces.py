@@ -15,6 +15,8 @@ from lightning_dcp.schedule.cost import CostModel
 from lightning_dcp.schedule.hardware import preset
 from lightning_dcp.segments import SampleSegments, covering
 
+ROUNDING = 1e-9
+"""Part by which sums of the same work in another order may differ."""
 PackSegments = Sequence[SampleSegments] | None
 """The segments of each sample of a pack or of a batch; None: plain samples."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_dcp.stability.pace import Pace, Work, paces
-from lightning_dcp.stability.record import Event, LinkTime, RankTime, StepRecord
+from lightning_dcp.stability.record import Event, EventKind, LinkTime, RankTime, StepRecord
 from lightning_dcp.stability.settings import AlarmSettings
 
 Link = tuple[int, int]
@@ -98,7 +98,7 @@ class Alarms:
             self._typical.pop((subject[0], subject[1]), None)
             self._middles.pop((subject[0], subject[1]), None)
             self._ordered = sorted(self._middles.values())
-        return _event(step, "cleared", alarm, text)
+        return event_of(step, "cleared", alarm, text)
 
     def is_slow(self, link: LinkTime) -> bool:
         """Whether a link was slow, in a step or a try: beside what is expected, and beside the others."""
@@ -177,7 +177,7 @@ class Alarms:
         elif len(slow) >= settings.needed:
             alarm = Alarm(subject, slow[0].step, _slowdown(slow, 1.0), math.fsum(sight.cost_s for sight in slow))
             self.active[subject] = alarm
-            yield _event(step, "alarm", alarm, text(alarm))
+            yield event_of(step, "alarm", alarm, text(alarm))
 
 
 def _short_of_cores(ranks: Sequence[RankTime]) -> bool:
@@ -191,8 +191,9 @@ def _slowdown(slow: list[Sight], otherwise: float) -> float:
     return ratios[len(ratios) // 2] if ratios else otherwise
 
 
-def _event(step: int, kind: str, alarm: Alarm, text: str) -> Event:
-    return Event(step, kind, name_of(alarm.subject), text, alarm.slowdown, alarm.since_step, alarm.cost_s)  # type: ignore[arg-type]
+def event_of(step: int, kind: EventKind, alarm: Alarm, text: str) -> Event:
+    """What happened to the subject of an alarm."""
+    return Event(step, kind, name_of(alarm.subject), text, alarm.slowdown, alarm.since_step, alarm.cost_s)
 
 
 def _link_text(alarm: Alarm, link: LinkTime) -> str:

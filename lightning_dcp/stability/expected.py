@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_dcp.parallel.context import layout_of
 from lightning_dcp.parallel.held import extra_tokens, held_segments
+from lightning_dcp.parallel.hop_split import lower_quartile
 from lightning_dcp.parallel.layout import LAYOUTS, PackLayout, zigzag
 from lightning_dcp.parallel.link_table import LinkTable
 from lightning_dcp.parallel.rank_times import LinkSummary
@@ -119,15 +120,10 @@ class HopExpectation:
         for size, seen in self._by_size.items():
             others = seen[(seen[:, 0] != source) | (seen[:, 1] != target), 2]
             if len(others):  # one step of one other link is not much to go by, but better than nothing
-                found.append(_quartile(others) * max(1.0, num_bytes / (1 << size)))
+                found.append(lower_quartile(others) * max(1.0, num_bytes / (1 << size)))
         return min(found, default=0.0)
 
 
 def _size_class(num_bytes: float) -> int:
     """n for messages of 2^n bytes or more, up to 2^(n + 1)."""
     return max(1, int(num_bytes)).bit_length() - 1
-
-
-def _quartile(values: NDArray[np.float64]) -> float:
-    at = (len(values) - 1) // 4
-    return float(np.partition(values, at)[at])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from lightning_dcp.parallel.link_table import LinkTable
 from lightning_dcp.parallel.ring_orders import RingOrders
-from lightning_dcp.stability.alarms import Alarm, Alarms, Link, Subject, name_of
+from lightning_dcp.stability.alarms import Alarm, Alarms, Link, Subject, event_of, name_of
 from lightning_dcp.stability.detours import Detour, Detours
 from lightning_dcp.stability.record import Event, StepRecord
 from lightning_dcp.stability.settings import AlarmSettings
@@ -122,7 +122,7 @@ class Governor:
         link = alarm.subject[0], alarm.subject[1]
         if not self._ring:
             return [
-                _event(record.step, "action", alarm, f"nothing is done about {name_of(link)}: no exchange is a ring")
+                event_of(record.step, "action", alarm, f"nothing is done about {name_of(link)}: no exchange is a ring")
             ]
         seen = next(k for k in record.links if (k.source, k.target) == link)
         self._detours.begin(link, Detour(record.step, seen.num_bytes // seen.hops))
@@ -131,7 +131,7 @@ class Governor:
         crossing = sorted(group for group in stuck if _crosses(group, link))
         if crossing:
             text += f"; groups that cannot go around it use {AROUND} instead: {', '.join(map(_name, crossing))}"
-        return [_event(record.step, "action", alarm, text)]
+        return [event_of(record.step, "action", alarm, text)]
 
     def _follow_links(self, record: StepRecord) -> list[Event]:
         """Count tries of avoided links; use those again that are sound, and say which are to be tried next."""
@@ -141,7 +141,7 @@ class Governor:
             alarm = self.alarms.active[link]
             text = f"{name_of(link)} is as fast as others again: its tries take what is expected"
             events.append(self.alarms.clear(link, record.step, text))
-            events.append(_event(record.step, "undone", alarm, f"rings use {name_of(link)} again"))
+            events.append(event_of(record.step, "undone", alarm, f"rings use {name_of(link)} again"))
         return events
 
     # ---------------------------------------------------------------------- ranks
@@ -152,7 +152,7 @@ class Governor:
             text = (
                 f"nothing is done about rank {rank}: this scheduler cannot give a rank less work (DynamicScheduler can)"
             )
-            return _event(step, "action", alarm, text)
+            return event_of(step, "action", alarm, text)
         return self._tell_speed(rank, step, alarm)
 
     def _tell_speed(self, rank: int, step: int, alarm: Alarm) -> Event:
@@ -160,7 +160,7 @@ class Governor:
         text = (
             f"rank {rank} is planned with a speed of {self._speeds[rank]:.2f}: plans give it less work where they can"
         )
-        return _event(step, "action", alarm, text)
+        return event_of(step, "action", alarm, text)
 
     def _undo_speed(self, rank: int, step: int, event: Event) -> Event:
         del self._speeds[rank]
@@ -180,7 +180,7 @@ class Governor:
                 text = (
                     f"rank {rank} had no work for {IDLE} steps: it is planned with a speed of {self._speeds[rank]:.2f}"
                 )
-                events.append(_event(record.step, "action", alarm, text))
+                events.append(event_of(record.step, "action", alarm, text))
             elif not 1 / SAME < speed / self._speeds[rank] < SAME and self._worked[rank] == record.step:
                 events.append(self._tell_speed(rank, record.step, alarm))
         return events
@@ -215,7 +215,3 @@ def _crosses(group: Group, link: Link) -> bool:
 
 def _name(group: Group) -> str:
     return f"{group[0]}-{group[0] + group[1] - 1}"
-
-
-def _event(step: int, kind: str, alarm: Alarm, text: str) -> Event:
-    return Event(step, kind, name_of(alarm.subject), text, alarm.slowdown, alarm.since_step, alarm.cost_s)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+EventKind = Literal["alarm", "cleared", "action", "undone"]
 IntervalKind = Literal["compute", "wait", "transfer"]
 """``wait``: until the sender began to send; ``transfer``: from then until all had arrived."""
 
@@ -117,7 +118,7 @@ class Event:
     """
 
     step: int
-    kind: Literal["alarm", "cleared", "action", "undone"]
+    kind: EventKind
     subject: str
     text: str
     slowdown: float = 1.0

@@ -15,8 +15,8 @@ from lightning_dcp.parallel.exchange import GroupExchange
 from lightning_dcp.parallel.hop_times import HopRecorder
 from lightning_dcp.parallel.rank_times import LinkSummary, PackShare, RankSummary
 from lightning_dcp.stability.probe import probe_links
-from lightning_dcp.stability.timing_cost import TimingCost, measure_timing_cost
 from tests.parallel.support import join_world
+from tests.stability.timing_cost import TimingCost, measure_timing_cost
 from tests.support.planted import slow_link
 from tests.support.ranks import RankPool
 
