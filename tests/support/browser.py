@@ -146,8 +146,12 @@ class Browser:
                 return found
 
     def _read(self, until, what):
+        waiting = (
+            select.poll()
+        )  # select() itself takes no descriptor from 1024 on, and a long test run has as many open
+        waiting.register(self._from, select.POLLIN)
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._from], [], [], max(0.0, until - time.monotonic()))
+            ready = waiting.poll(1000 * max(0.0, until - time.monotonic()))
             part = os.read(self._from, 1 << 20) if ready else b""
             if not part:
                 log = (Path(self._folder) / "stderr").read_text(errors="replace")[-2000:]
