@@ -219,19 +219,16 @@ class _AuditedPack:
     # -------------------------------------------------------------- information
 
     def _dense_runs(self) -> Iterator[Finding]:
-        longest, place = 0, 0
-        for number, load in enumerate(self.loads):
-            run, last = 0, (-1, -1)
+        for place, load in enumerate(self.loads):
+            longest, run, last = 0, 0, (-1, -1)
             for part in load.parts:
                 touches = part.dense and last == (part.sample, part.start)
                 run = (run if touches else 0) + part.num_tokens if part.dense else 0
                 last = (part.sample, part.end) if part.dense else (-1, -1)
-                if run > longest:
-                    longest, place = run, number
-        rank = self.pack.first_rank + place
-        yield self._finding(
-            "ok", "dense_run", f"at most {longest} dense tokens in a row, on rank {rank}", longest, rank=rank
-        )
+                longest = max(longest, run)
+            rank = self.pack.first_rank + place
+            text = f"at most {longest} dense tokens in a row on rank {rank}"
+            yield self._finding("ok", "dense_run", text, longest, rank=rank)
         if self.pack.cp_size > 1:
             hops = self._dense_hops()
             yield self._finding(

@@ -168,3 +168,11 @@ def test_dense_keys_travel_as_far_as_the_ring_says():
 
     assert distance(None) == distance(lambda pack: (0, 1, 2, 3)) == [16]
     assert distance(lambda pack: (0, 3, 2, 1)) == [3 * 16]
+
+
+def test_the_longest_dense_run_of_each_shard_is_told():
+    """Dense segments that touch are one run; the border between two ranks ends it."""
+    segments = ((Segment(10, 20, "tool", 2.0), Segment(20, 30, "tool", 2.0), Segment(50, 53, "tool", 2.0)),)
+    plan = StepPlan(4, 64, (64,), ((Pack(0, 4, (0,), "contiguous"),),))
+    found = settle(plan, (64,), segments, BoundaryBudget()).audit
+    assert [(f.rank, f.value) for f in found.findings if f.kind == "dense_run"] == [(0, 6), (1, 14), (2, 0), (3, 3)]
