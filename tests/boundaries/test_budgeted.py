@@ -66,9 +66,10 @@ def test_no_shard_has_much_more_work_than_zigzags_heaviest(pack, cost):
     of_zigzag = max(load.work_s for load in loads_of(zigzag(lengths, size), segments, budget, cost))
     limit = budget.dense_limit or sum(lengths)
     if max(load.dense_tokens for load in loads_of(zigzag(lengths, size), segments, budget, cost)) <= limit:
-        assert heaviest <= (1.0 + budget.tolerance) * of_zigzag * (1 + 1e-8)
+        assert heaviest <= (1.0 + budget.tolerance) * of_zigzag * (1 + 1e-8)  # sums in another order
     elif limit >= 1.5 * -(-dense_tokens(segments) // size) and sum(lengths) >= 20 * size:
-        # zigzag breaks the budget of dense tokens, but it leaves a choice
+        # Zigzag breaks the budget of dense tokens, but it leaves a choice: half as much again as an even share, and tokens
+        # enough on each rank that one of them weighs little. The goal is within 10 % of zigzag even where less is asked for.
         assert heaviest <= (1.0 + max(budget.tolerance, 0.1)) * of_zigzag
 
 
