@@ -108,6 +108,11 @@ class HopRecorder:
 
     # ------------------------------------------------------------- during a step
 
+    @property
+    def noting(self) -> bool:
+        """Whether a step is under way of which anything is noted."""
+        return self._active
+
     def begin_step(self) -> None:
         """The packs of a batch begin; what an unfinished step left is forgotten."""
         if self._several_clocks and self._steps and self._steps % RESYNCHRONIZE == 0:

@@ -137,6 +137,8 @@ class _PackRunner:
     def run(self, work: PackWork) -> None:
         """Run one pack; keep the result where this rank speaks for its group."""
         recorder = self.scheduled.clock.recorder
+        if recorder is not None and not recorder.noting:  # evaluation: what a rank holds need not be told
+            recorder = None
         with nullcontext() if recorder is None else recorder.pack(self.scheduled.share(work)):
             if self.outputs.sharded and can_be_sharded(work):
                 work = self._shard(work)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from lightning_dcp.report.panel.draw.axes import Key, Scale, byte_unit, legend, ticks, time_unit, x_axis
+from lightning_dcp.report.panel.draw.axes import Key, Scale, Unit, byte_unit, legend, ticks, time_unit, x_axis
 from lightning_dcp.report.panel.draw.tags import Drawing, figure, line, rect, text
 from lightning_dcp.report.panel.ranks import RankBar, RankBars
 from lightning_dcp.report.plan_table import seconds
@@ -21,34 +21,38 @@ def draw_rank_times(ranks: RankBars) -> Drawing:
     keys = [*(Key(class_, label) for _, class_, label in PARTS), Key("rest", "rest of the step")]
     keys += [Key("end", "planned compute", "line")] if any(bar.planned_s for bar in ranks.bars) else []
     longest = max(b.busy_s + b.transfer_s + b.wait_s + b.rest_s for b in ranks.bars) or 1.0
-    xs, unit, row = Scale(0.0, longest, LEFT, TIME_WIDTH - 16), time_unit(longest), _row(ranks)
-    top = TOP
-    bottom = top + row * len(ranks.bars) + 4
-    axis = x_axis(
-        xs, bottom, f"mean time in a step, {unit.name}", ticks(0, longest * unit.factor, 8), factor=unit.factor, top=top
-    )
-    parts = [*axis, text(0, top - 6, "rank", "axis")]
+    xs, row = Scale(0.0, longest, LEFT, TIME_WIDTH - 16), _row(ranks)
+    parts = _rank_axes(ranks, xs, longest, "mean time in a step", time_unit(longest), 8)
     for number, bar in enumerate(ranks.bars):
-        y = top + row * number + 2
+        y = TOP + row * number + 2
         parts += [*_label(bar, y, row), *_stack(bar, xs, y, row - 4)]
-    return figure(TIME_WIDTH, bottom + 42, "Mean time of each rank in a step by what it did", parts, legend(keys))
+    return figure(
+        TIME_WIDTH, _bottom(ranks) + 42, "Mean time of each rank in a step by what it did", parts, legend(keys)
+    )
+
+
+def _bottom(ranks: RankBars) -> float:
+    """Where the bars of all ranks end."""
+    return TOP + _row(ranks) * len(ranks.bars) + 4
+
+
+def _rank_axes(ranks: RankBars, xs: Scale, largest: float, name: str, unit: Unit, count: int) -> list[Markup]:
+    """The axis below the bars, and the word above their labels."""
+    marks = ticks(0, largest * unit.factor, count)
+    axis = x_axis(xs, _bottom(ranks), f"{name}, {unit.name}", marks, factor=unit.factor, top=TOP)
+    return [*axis, text(0, TOP - 6, "rank", "axis")]
 
 
 def draw_memory(ranks: RankBars) -> Drawing:
     """Bars: the peak of each rank's memory."""
     largest = max(bar.memory_bytes for bar in ranks.bars)
     xs, unit, row = Scale(0.0, largest, LEFT, MEMORY_WIDTH - 24), byte_unit(largest), _row(ranks)
-    top = TOP
-    bottom = top + row * len(ranks.bars) + 4
-    axis = x_axis(
-        xs, bottom, f"peak memory, {unit.name}", ticks(0, largest * unit.factor, 4), factor=unit.factor, top=top
-    )
-    parts = [*axis, text(0, top - 6, "rank", "axis")]
+    parts = _rank_axes(ranks, xs, largest, "peak memory", unit, 4)
     for number, bar in enumerate(ranks.bars):
-        y = top + row * number + 2
+        y = TOP + row * number + 2
         tip = f"rank {bar.rank}: {bar.memory_bytes * unit.factor:.2f} {unit.name}"
         parts += [*_label(bar, y, row), rect(LEFT, y, xs(bar.memory_bytes) - LEFT, row - 4, "memory", tip)]
-    return figure(MEMORY_WIDTH, bottom + 42, "Peak memory of each rank", parts)
+    return figure(MEMORY_WIDTH, _bottom(ranks) + 42, "Peak memory of each rank", parts)
 
 
 def _row(ranks: RankBars) -> float:
